@@ -1,0 +1,268 @@
+from shoal.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class AttachRequest(_message.Message):
+    __slots__ = ("hello", "heartbeat", "shard_loaded", "shard_failed", "links_opened", "link_failed", "leaving")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    SHARD_LOADED_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FAILED_FIELD_NUMBER: _ClassVar[int]
+    LINKS_OPENED_FIELD_NUMBER: _ClassVar[int]
+    LINK_FAILED_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    heartbeat: Heartbeat
+    shard_loaded: ShardLoaded
+    shard_failed: ShardFailed
+    links_opened: LinksOpened
+    link_failed: LinkFailed
+    leaving: Leaving
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., shard_loaded: _Optional[_Union[ShardLoaded, _Mapping]] = ..., shard_failed: _Optional[_Union[ShardFailed, _Mapping]] = ..., links_opened: _Optional[_Union[LinksOpened, _Mapping]] = ..., link_failed: _Optional[_Union[LinkFailed, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ...) -> None: ...
+
+class AttachResponse(_message.Message):
+    __slots__ = ("welcome", "load_shard", "open_links", "unload_shard")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    LOAD_SHARD_FIELD_NUMBER: _ClassVar[int]
+    OPEN_LINKS_FIELD_NUMBER: _ClassVar[int]
+    UNLOAD_SHARD_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    load_shard: LoadShard
+    open_links: OpenLinks
+    unload_shard: UnloadShard
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., load_shard: _Optional[_Union[LoadShard, _Mapping]] = ..., open_links: _Optional[_Union[OpenLinks, _Mapping]] = ..., unload_shard: _Optional[_Union[UnloadShard, _Mapping]] = ...) -> None: ...
+
+class DeviceProfile(_message.Message):
+    __slots__ = ("name", "kind", "memory_bytes", "speed", "allow_direct_links", "max_batch", "is_emulated")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SPEED_FIELD_NUMBER: _ClassVar[int]
+    ALLOW_DIRECT_LINKS_FIELD_NUMBER: _ClassVar[int]
+    MAX_BATCH_FIELD_NUMBER: _ClassVar[int]
+    IS_EMULATED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    kind: str
+    memory_bytes: int
+    speed: float
+    allow_direct_links: bool
+    max_batch: int
+    is_emulated: bool
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., speed: _Optional[float] = ..., allow_direct_links: _Optional[bool] = ..., max_batch: _Optional[int] = ..., is_emulated: _Optional[bool] = ...) -> None: ...
+
+class RuntimeSummary(_message.Message):
+    __slots__ = ("name", "version", "kernel_fingerprint")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    KERNEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    version: str
+    kernel_fingerprint: str
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., kernel_fingerprint: _Optional[str] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("protocol_version", "worker_id", "incarnation", "profile", "runtime", "flow_address", "socket_address")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PROFILE_FIELD_NUMBER: _ClassVar[int]
+    RUNTIME_FIELD_NUMBER: _ClassVar[int]
+    FLOW_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SOCKET_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    worker_id: str
+    incarnation: int
+    profile: DeviceProfile
+    runtime: RuntimeSummary
+    flow_address: str
+    socket_address: str
+    def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., profile: _Optional[_Union[DeviceProfile, _Mapping]] = ..., runtime: _Optional[_Union[RuntimeSummary, _Mapping]] = ..., flow_address: _Optional[str] = ..., socket_address: _Optional[str] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("protocol_version", "heartbeat_interval_s", "socket_port", "link_token")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
+    SOCKET_PORT_FIELD_NUMBER: _ClassVar[int]
+    LINK_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    heartbeat_interval_s: float
+    socket_port: int
+    link_token: bytes
+    def __init__(self, protocol_version: _Optional[int] = ..., heartbeat_interval_s: _Optional[float] = ..., socket_port: _Optional[int] = ..., link_token: _Optional[bytes] = ...) -> None: ...
+
+class Telemetry(_message.Message):
+    __slots__ = ("rss_bytes", "kv_bytes", "weight_bytes", "free_memory_bytes", "cpu_load")
+    RSS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CPU_LOAD_FIELD_NUMBER: _ClassVar[int]
+    rss_bytes: int
+    kv_bytes: int
+    weight_bytes: int
+    free_memory_bytes: int
+    cpu_load: float
+    def __init__(self, rss_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., free_memory_bytes: _Optional[int] = ..., cpu_load: _Optional[float] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("telemetry",)
+    TELEMETRY_FIELD_NUMBER: _ClassVar[int]
+    telemetry: Telemetry
+    def __init__(self, telemetry: _Optional[_Union[Telemetry, _Mapping]] = ...) -> None: ...
+
+class BlobRef(_message.Message):
+    __slots__ = ("digest", "num_bytes")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    num_bytes: int
+    def __init__(self, digest: _Optional[str] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+
+class StageAddress(_message.Message):
+    __slots__ = ("worker_id", "flow_address", "socket_address")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    FLOW_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SOCKET_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    flow_address: str
+    socket_address: str
+    def __init__(self, worker_id: _Optional[str] = ..., flow_address: _Optional[str] = ..., socket_address: _Optional[str] = ...) -> None: ...
+
+class LoadShard(_message.Message):
+    __slots__ = ("pipeline_id", "epoch", "stage", "layers", "model_digest", "graph", "blobs", "shape", "stages", "link_token")
+    PIPELINE_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    GRAPH_FIELD_NUMBER: _ClassVar[int]
+    BLOBS_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
+    LINK_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    pipeline_id: str
+    epoch: int
+    stage: int
+    layers: _types_pb2.LayerRange
+    model_digest: str
+    graph: bytes
+    blobs: _containers.RepeatedCompositeFieldContainer[BlobRef]
+    shape: ShardShape
+    stages: _containers.RepeatedCompositeFieldContainer[StageAddress]
+    link_token: bytes
+    def __init__(self, pipeline_id: _Optional[str] = ..., epoch: _Optional[int] = ..., stage: _Optional[int] = ..., layers: _Optional[_Union[_types_pb2.LayerRange, _Mapping]] = ..., model_digest: _Optional[str] = ..., graph: _Optional[bytes] = ..., blobs: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ..., shape: _Optional[_Union[ShardShape, _Mapping]] = ..., stages: _Optional[_Iterable[_Union[StageAddress, _Mapping]]] = ..., link_token: _Optional[bytes] = ...) -> None: ...
+
+class ShardShape(_message.Message):
+    __slots__ = ("num_layers", "num_kv_heads", "head_dim", "hidden_size", "vocab_size", "num_slots", "slot_tokens", "kv_tokens", "is_first", "is_last")
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    SLOT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IS_FIRST_FIELD_NUMBER: _ClassVar[int]
+    IS_LAST_FIELD_NUMBER: _ClassVar[int]
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    num_slots: int
+    slot_tokens: int
+    kv_tokens: int
+    is_first: bool
+    is_last: bool
+    def __init__(self, num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., hidden_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., num_slots: _Optional[int] = ..., slot_tokens: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., is_first: _Optional[bool] = ..., is_last: _Optional[bool] = ...) -> None: ...
+
+class ShardLoaded(_message.Message):
+    __slots__ = ("pipeline_id", "epoch", "stage", "weight_bytes", "execution_provider")
+    PIPELINE_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EXECUTION_PROVIDER_FIELD_NUMBER: _ClassVar[int]
+    pipeline_id: str
+    epoch: int
+    stage: int
+    weight_bytes: int
+    execution_provider: str
+    def __init__(self, pipeline_id: _Optional[str] = ..., epoch: _Optional[int] = ..., stage: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., execution_provider: _Optional[str] = ...) -> None: ...
+
+class OpenLinks(_message.Message):
+    __slots__ = ("pipeline_id", "epoch")
+    PIPELINE_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    pipeline_id: str
+    epoch: int
+    def __init__(self, pipeline_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class LinksOpened(_message.Message):
+    __slots__ = ("pipeline_id", "epoch", "stage", "link_to_next")
+    PIPELINE_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    LINK_TO_NEXT_FIELD_NUMBER: _ClassVar[int]
+    pipeline_id: str
+    epoch: int
+    stage: int
+    link_to_next: str
+    def __init__(self, pipeline_id: _Optional[str] = ..., epoch: _Optional[int] = ..., stage: _Optional[int] = ..., link_to_next: _Optional[str] = ...) -> None: ...
+
+class ShardFailed(_message.Message):
+    __slots__ = ("pipeline_id", "epoch", "stage", "reason", "message")
+    PIPELINE_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    pipeline_id: str
+    epoch: int
+    stage: int
+    reason: str
+    message: str
+    def __init__(self, pipeline_id: _Optional[str] = ..., epoch: _Optional[int] = ..., stage: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class LinkFailed(_message.Message):
+    __slots__ = ("pipeline_id", "epoch", "stage", "message")
+    PIPELINE_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    pipeline_id: str
+    epoch: int
+    stage: int
+    message: str
+    def __init__(self, pipeline_id: _Optional[str] = ..., epoch: _Optional[int] = ..., stage: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
+
+class UnloadShard(_message.Message):
+    __slots__ = ("pipeline_id", "epoch")
+    PIPELINE_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    pipeline_id: str
+    epoch: int
+    def __init__(self, pipeline_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class Leaving(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FetchBlobRequest(_message.Message):
+    __slots__ = ("digest", "offset")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    offset: int
+    def __init__(self, digest: _Optional[str] = ..., offset: _Optional[int] = ...) -> None: ...
+
+class FetchBlobResponse(_message.Message):
+    __slots__ = ("chunk",)
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    chunk: bytes
+    def __init__(self, chunk: _Optional[bytes] = ...) -> None: ...
