@@ -1,0 +1,230 @@
+"""The options of orchestrator and worker: each field is the one definition of a flag, an environment name and its help.
+
+Decides defaults, ranges and precedence (given by hand > SHOAL_<FIELD> > default). Knows nothing of command lines: `cli`
+builds its flags from `options()`, and launchers and tests construct the dataclasses directly.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, TypeVar, get_type_hints
+
+from platformdirs import user_data_path
+
+from shoal.errors import ConfigError
+
+DEFAULT_PORT = 50070
+MAX_PORT = 65535
+
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
+
+
+class Config(Protocol):
+    """Any of the dataclasses below."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+C = TypeVar("C", bound=Config)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option as a user meets it; env is read where the flag is not given."""
+
+    name: str
+    flag: str
+    env: str
+    type: type
+    default: Any
+    help: str
+
+
+def default_home() -> Path:
+    """Return where models and caches are kept: SHOAL_HOME, or this user's data directory."""
+    home = os.environ.get("SHOAL_HOME")
+    return Path(home) if home else user_data_path("shoal", appauthor=False)
+
+
+def _help(
+    text: str, *, at_least: float | None = None, at_most: float = math.inf, above: float | None = None
+) -> dict[str, Any]:
+    """Make a field's metadata: its help, and the range of a number; at_least=1 forbids an empty text."""
+    return {"help": text, "at_least": at_least, "at_most": at_most, "above": above}
+
+
+@dataclass(frozen=True, slots=True)
+class OrchestratorConfig:
+    """Options of the process that decides."""
+
+    host: str = field(default="127.0.0.1", metadata=_help("Address to listen on.", at_least=1))
+    port: int = field(
+        default=DEFAULT_PORT, metadata=_help("Port to listen on; 0: any that is free.", at_least=0, at_most=MAX_PORT)
+    )
+    model: str = field(default="smollm2-135m", metadata=_help("Name of the stored model to serve.", at_least=1))
+    home: Path = field(default_factory=default_home, metadata=_help("Where models and caches are kept."))
+    expect_workers: int = field(
+        default=1, metadata=_help("Devices to wait for before the layers are placed.", at_least=1, at_most=1024)
+    )
+    max_sequences: int = field(
+        default=16, metadata=_help("Most sequences computed at the same time.", at_least=1, at_most=1024)
+    )
+    context_tokens: int = field(
+        default=0, metadata=_help("Longest sequence, prompt and answer; 0: what model and memory allow.", at_least=0)
+    )
+    split: str = field(
+        default="", metadata=_help("Layers of each stage, as 12,10,8; empty: by the devices' memory and speed.")
+    )
+    use_sockets: bool = field(
+        default=True, metadata=_help("Plain sockets for activations where both ends have them; else gRPC alone.")
+    )
+    drain_s: float = field(
+        default=10.0, metadata=_help("Seconds running answers get to end after SIGTERM.", at_least=0)
+    )
+    lease_s: float = field(
+        default=5.0, metadata=_help("Seconds without a heartbeat after which a device is lost.", above=0)
+    )
+    heartbeat_s: float = field(default=1.0, metadata=_help("Seconds between a device's heartbeats.", above=0))
+    burst_steps: int = field(
+        default=16, metadata=_help("Most decode steps granted at once while nobody waits.", at_least=1, at_most=1024)
+    )
+    chunk_tokens: int = field(default=64, metadata=_help("Most prompt tokens in one step.", at_least=2, at_most=4096))
+
+    def __post_init__(self) -> None:
+        _check_ranges(self)
+        if self.lease_s <= self.heartbeat_s:
+            raise ConfigError(
+                f"lease_s = {self.lease_s} must be more than heartbeat_s = {self.heartbeat_s}, or every device is lost "
+                "between two heartbeats",
+                field="lease_s",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """Options of the process that computes."""
+
+    join: str = field(
+        default=f"127.0.0.1:{DEFAULT_PORT}", metadata=_help("The orchestrator's address, HOST:PORT.", at_least=1)
+    )
+    worker_id: str = field(default="", metadata=_help("Name in the fleet; empty: made from the device's name."))
+    home: Path = field(default_factory=default_home, metadata=_help("Where downloaded weights are kept."))
+    host: str = field(default="127.0.0.1", metadata=_help("Address to listen on for other devices.", at_least=1))
+    port: int = field(
+        default=0, metadata=_help("Port to listen on; 0: any that is free.", at_least=0, at_most=MAX_PORT)
+    )
+    threads: int = field(
+        default=0, metadata=_help("Compute threads; 0: as the device's profile says.", at_least=0, at_most=1024)
+    )
+    use_sockets: bool = field(
+        default=True, metadata=_help("Plain sockets for activations where both ends have them; else gRPC alone.")
+    )
+
+    def __post_init__(self) -> None:
+        _check_ranges(self)
+        host, _, port = self.join.rpartition(":")
+        if not (host and port.isascii() and port.isdigit() and 1 <= int(port) <= MAX_PORT):
+            raise _refusal("join", self.join, f"HOST:PORT, with a port from 1 to {MAX_PORT}")
+
+
+def options(cls: type[Config]) -> list[Option]:
+    """Return every option of a configuration, in the order of its fields."""
+    types = get_type_hints(cls)
+    return [
+        Option(
+            name=item.name,
+            flag=_flag(item.name),
+            env=_env(item.name),
+            type=types[item.name],
+            default=item.default_factory() if item.default_factory is not MISSING else item.default,
+            help=item.metadata["help"],
+        )
+        for item in fields(cls)
+    ]
+
+
+def from_environment(cls: type[C], overrides: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> C:
+    """Build a configuration; an override that is None counts as not given, an empty variable as not set.
+
+    Raises ConfigError that names the flag or the variable, its value and what is allowed.
+    """
+    values: dict[str, Any] = {}
+    for option in options(cls):
+        override = overrides.get(option.name)
+        if override is not None:
+            values[option.name] = _checked(option, override)
+        elif environ.get(option.env):
+            values[option.name] = _parsed(option, environ[option.env])
+    unknown = overrides.keys() - {option.name for option in options(cls)}
+    if unknown:
+        raise ConfigError(f"{', '.join(sorted(unknown))}: not an option of {cls.__name__}")
+    return cls(**values)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _env(name: str) -> str:
+    return "SHOAL_" + name.upper()
+
+
+def _refusal(name: str, value: object, allowed: str) -> ConfigError:
+    return ConfigError(
+        f"{name} = {str(value)!r} is not allowed; it must be {allowed} (set by {_flag(name)} or {_env(name)})",
+        field=name,
+    )
+
+
+def _checked(option: Option, value: object) -> object:
+    """Let a value of the option's type pass, a whole number for a decimal one too; parse a text."""
+    if option.type is Path and isinstance(value, str):
+        return Path(value)
+    if option.type is float and type(value) is int:
+        return float(value)
+    if type(value) is option.type or (option.type is Path and isinstance(value, Path)):
+        return value
+    if isinstance(value, str):
+        return _parsed(option, value)
+    raise _refusal(option.name, value, _form(option.type))
+
+
+def _parsed(option: Option, text: str) -> object:
+    if option.type is bool:
+        if text.lower() in _TRUE + _FALSE:
+            return text.lower() in _TRUE
+        raise _refusal(option.name, text, _form(bool))
+    try:
+        return option.type(text)
+    except ValueError as error:
+        raise _refusal(option.name, text, _form(option.type)) from error
+
+
+def _form(kind: type) -> str:
+    forms = {bool: f"one of {', '.join(_TRUE + _FALSE)}", int: "a whole number", float: "a number", Path: "a path"}
+    return forms.get(kind, "a text")
+
+
+def _check_ranges(config: Config) -> None:
+    for item in fields(config):
+        at_least, above, at_most = (item.metadata[key] for key in ("at_least", "above", "at_most"))
+        value = getattr(config, item.name)
+        if isinstance(value, str) and at_least is not None and not value.strip():
+            raise _refusal(item.name, value, "a text that is not empty")
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            continue
+        is_within = math.isfinite(value) and value <= at_most
+        is_within = is_within and (at_least is None or value >= at_least) and (above is None or value > above)
+        if not is_within:
+            raise _refusal(item.name, value, _range(at_least, above, at_most))
+
+
+def _range(at_least: float | None, above: float | None, at_most: float) -> str:
+    if math.isfinite(at_most):
+        return f"from {at_least} to {at_most}"
+    return f"{at_least} or more" if above is None else f"more than {above}"

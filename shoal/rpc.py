@@ -1,0 +1,333 @@
+"""The gRPC side of what both sides agree on: channel options, errors as rich statuses, values as messages.
+
+The only place where ShoalErrors become statuses (`unary`, `stream`: put on every servicer method) and statuses become
+ShoalErrors again (`error_from_rpc`). Knows no service and no policy. Called by servicers, workers and the client SDK.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, Final, TypeVar, cast
+
+import grpc
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from shoal.errors import (
+    STATUS_OF_REASON,
+    ConnectionFailed,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    ProtocolMismatch,
+    RequestCancelled,
+    ShoalError,
+    rebuild,
+)
+from shoal.types import DeviceProfile, FinishReason, LayerRange, QosClass, SamplingParams, ShardShape, Telemetry
+from shoal.v1 import fleet_pb2, types_pb2
+
+logger = logging.getLogger(__name__)
+
+ERROR_DOMAIN: Final = "shoal"
+MAX_MESSAGE_BYTES: Final = 64 * 2**20
+# Statuses travel in headers, which gRPC cuts off at 8 KiB; the message is in there twice and percent-encoded once.
+MAX_ERROR_CHARS: Final = 1000
+
+# ping_timeout finds a frozen peer, whose kernel still acknowledges and so satisfies keepalive_timeout.
+_COMMON_OPTIONS: Final = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 1000),
+    ("grpc.keepalive_timeout_ms", 500),
+    ("grpc.http2.ping_timeout_ms", 1000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+CHANNEL_OPTIONS: Final = (
+    *_COMMON_OPTIONS,
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    # A fleet lives in one network: a proxy for the web, set in the environment, is never meant for it.
+    ("grpc.enable_http_proxy", 0),
+)
+# Without so_reuseport = 0 a second server on a port starts happily and takes half of the calls.
+SERVER_OPTIONS: Final = (
+    *_COMMON_OPTIONS,
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 200),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.so_reuseport", 0),
+)
+
+Servicer = TypeVar("Servicer")
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def error_to_status(error: ShoalError) -> status_pb2.Status:
+    """Pack an error with its reason, the field at fault and when to retry."""
+    message = error.message if len(error.message) <= MAX_ERROR_CHARS else error.message[: MAX_ERROR_CHARS - 3] + "..."
+    details: list[Any] = [error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN)]
+    if error.field:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field[:100], description=message)
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if error.retry_after_s > 0:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        details.append(retry)
+    code = grpc.StatusCode[STATUS_OF_REASON[error.reason]]
+    return status_pb2.Status(code=code.value[0], message=message, details=[_pack(detail) for detail in details])
+
+
+def error_from_rpc(error: grpc.RpcError, address: str) -> ShoalError:
+    """Make the error that the other side raised, or one that says why there was no other side."""
+    outcome = cast(grpc.Call, error)
+    return _error_from_details(outcome) or _error_from_code(outcome.code(), outcome.details() or "", address)
+
+
+def _error_from_details(outcome: grpc.Call) -> ShoalError | None:
+    try:
+        status = rpc_status.from_call(outcome)
+    except ValueError:
+        # Code and details of the status disagree: not one of ours.
+        return None
+    if status is None:
+        return None
+    info, bad_request, retry = (
+        error_details_pb2.ErrorInfo(),
+        error_details_pb2.BadRequest(),
+        error_details_pb2.RetryInfo(),
+    )
+    for detail in status.details:
+        for target in (info, bad_request, retry):
+            if detail.Is(target.DESCRIPTOR):
+                detail.Unpack(target)
+    if info.domain != ERROR_DOMAIN:
+        return None
+    field = bad_request.field_violations[0].field if bad_request.field_violations else ""
+    return rebuild(info.reason, status.message, field=field, retry_after_s=retry.retry_delay.ToNanoseconds() / 1e9)
+
+
+def _error_from_code(code: grpc.StatusCode, details: str, address: str) -> ShoalError:
+    match code:
+        case grpc.StatusCode.UNAVAILABLE:
+            return ConnectionFailed(_unavailable_message(details, address))
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return DeadlineExceeded(f"no complete answer from {address} within the time limit; allow more time")
+        case grpc.StatusCode.CANCELLED:
+            return RequestCancelled(f"the call to {address} was cancelled")
+        case grpc.StatusCode.UNIMPLEMENTED:
+            return ProtocolMismatch(
+                f"{address} does not know this call: it is no Shoal orchestrator, or one of another version ({details})"
+            )
+        case grpc.StatusCode.RESOURCE_EXHAUSTED if "larger than max" in details:
+            return InvalidRequest("request", f"too large: {details}")
+        case grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return Overloaded(f"{address} takes no more calls now ({details}); try again later", retry_after_s=1.0)
+        case _:
+            return InternalError(f"{address} failed with {code.name}: {details}")
+
+
+def _unavailable_message(details: str, address: str) -> str:
+    what_to_do = "start a fleet with `shoal up`, or give the address of one that runs"
+    if "failed to connect" in details.lower() or "resolution failed" in details.lower():
+        return f"nobody answers at {address}: {what_to_do}"
+    return f"the connection to {address} broke ({details}): {what_to_do}"
+
+
+def _pack(detail: Any) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(detail)
+    return packed
+
+
+def unary(
+    method: Callable[[Servicer, Request, Context], Awaitable[Response]],
+) -> Callable[[Servicer, Request, Context], Awaitable[Response]]:
+    """Translate what an aio servicer method with one response raises."""
+
+    @functools.wraps(method)
+    async def translated(servicer: Servicer, request: Request, context: Context) -> Response:
+        try:
+            return await method(servicer, request, context)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            await _abort(context, error, method.__qualname__)
+            raise
+
+    return translated
+
+
+def stream(
+    method: Callable[[Servicer, Request, Context], AsyncGenerator[Response, None]],
+) -> Callable[[Servicer, Request, Context], Awaitable[None]]:
+    """Translate what an aio servicer method that yields responses raises.
+
+    The generator is closed as soon as the call ends, also when the client left while a response was being written: its
+    `finally` blocks may give back what the call held.
+    """
+
+    @functools.wraps(method)
+    async def translated(servicer: Servicer, request: Request, context: Context) -> None:
+        try:
+            async with aclosing(method(servicer, request, context)) as responses:
+                async for response in responses:
+                    await context.write(response)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:  # noqa: BLE001
+            await _abort(context, error, method.__qualname__)
+
+    return translated
+
+
+async def _abort(context: Context, error: Exception, method: str) -> None:
+    """End the call with the status of an error; always raises unless the client is gone."""
+    if context.cancelled():
+        logger.debug("call_ended_after_client_left method=%s", method, exc_info=error)
+        return
+    if not isinstance(error, ShoalError):
+        correlation_id = secrets.token_hex(6)
+        logger.error("unexpected_error method=%s correlation_id=%s", method, correlation_id, exc_info=error)
+        error = InternalError(f"an unexpected error, a bug of Shoal: the log has it under {correlation_id}")
+    status = rpc_status.to_status(error_to_status(error))
+    await context.abort(status.code, status.details, status.trailing_metadata)
+
+
+_SAMPLING_FIELDS: Final = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "num_logprobs",
+)
+
+
+def sampling_from_proto(message: types_pb2.SamplingParams, *, seed: int) -> SamplingParams:
+    """Fill absent fields with their defaults, and an absent seed with the given one."""
+    present: dict[str, Any] = {name: getattr(message, name) for name in _SAMPLING_FIELDS if message.HasField(name)}
+    return SamplingParams(**{"seed": seed, **present}, logit_bias=dict(message.logit_bias))
+
+
+def sampling_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
+    """Set every field, so that no side fills in defaults of its own (num_logprobs: absent if None)."""
+    fields: dict[str, Any] = {name: getattr(params, name) for name in _SAMPLING_FIELDS}
+    return types_pb2.SamplingParams(**fields, logit_bias=params.logit_bias)
+
+
+_PROFILE_FIELDS: Final = (
+    "name",
+    "kind",
+    "memory_bytes",
+    "speed",
+    "allow_direct_links",
+    "max_batch",
+    "is_emulated",
+)
+
+
+def profile_to_proto(profile: DeviceProfile) -> fleet_pb2.DeviceProfile:
+    """Leave out what concerns the device alone: its threads and the emulation of its link."""
+    fields: dict[str, Any] = {name: getattr(profile, name) for name in _PROFILE_FIELDS}
+    return fleet_pb2.DeviceProfile(**fields)
+
+
+def profile_from_proto(message: fleet_pb2.DeviceProfile) -> DeviceProfile:
+    fields: dict[str, Any] = {name: getattr(message, name) for name in _PROFILE_FIELDS}
+    return DeviceProfile(**fields)
+
+
+_TELEMETRY_FIELDS: Final = ("rss_bytes", "kv_bytes", "weight_bytes", "free_memory_bytes", "cpu_load")
+
+
+def telemetry_to_proto(telemetry: Telemetry) -> fleet_pb2.Telemetry:
+    fields: dict[str, Any] = {name: getattr(telemetry, name) for name in _TELEMETRY_FIELDS}
+    return fleet_pb2.Telemetry(**fields)
+
+
+def telemetry_from_proto(message: fleet_pb2.Telemetry) -> Telemetry:
+    fields: dict[str, Any] = {name: getattr(message, name) for name in _TELEMETRY_FIELDS}
+    return Telemetry(**fields)
+
+
+_SHAPE_FIELDS: Final = (
+    "num_layers",
+    "num_kv_heads",
+    "head_dim",
+    "hidden_size",
+    "vocab_size",
+    "num_slots",
+    "slot_tokens",
+    "kv_tokens",
+    "is_first",
+    "is_last",
+)
+
+
+def shape_to_proto(shape: ShardShape) -> fleet_pb2.ShardShape:
+    fields: dict[str, Any] = {name: getattr(shape, name) for name in _SHAPE_FIELDS}
+    return fleet_pb2.ShardShape(**fields)
+
+
+def shape_from_proto(message: fleet_pb2.ShardShape) -> ShardShape:
+    fields: dict[str, Any] = {name: getattr(message, name) for name in _SHAPE_FIELDS}
+    return ShardShape(**fields)
+
+
+def layers_to_proto(layers: LayerRange | None) -> types_pb2.LayerRange:
+    """None, no layers at all, is (0, 0)."""
+    return types_pb2.LayerRange(start=layers.start, stop=layers.stop) if layers else types_pb2.LayerRange()
+
+
+def layers_from_proto(message: types_pb2.LayerRange) -> LayerRange | None:
+    return LayerRange(message.start, message.stop) if message.stop > message.start else None
+
+
+_QOS_TO_PROTO: Final = {
+    QosClass.LATENCY: types_pb2.QOS_CLASS_LATENCY,
+    QosClass.BALANCED: types_pb2.QOS_CLASS_BALANCED,
+    QosClass.THROUGHPUT: types_pb2.QOS_CLASS_THROUGHPUT,
+}
+_QOS_FROM_PROTO: Final = {types_pb2.QOS_CLASS_UNSPECIFIED: QosClass.BALANCED} | {
+    value: qos for qos, value in _QOS_TO_PROTO.items()
+}
+_FINISH_TO_PROTO: Final = {
+    FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: types_pb2.FINISH_REASON_CANCELLED,
+}
+_FINISH_FROM_PROTO: Final = {value: reason for reason, value in _FINISH_TO_PROTO.items()}
+
+
+def qos_to_proto(qos: QosClass) -> types_pb2.QosClass:
+    return _QOS_TO_PROTO[qos]
+
+
+def qos_from_proto(value: types_pb2.QosClass) -> QosClass:
+    """Unspecified is balanced; raises InvalidRequest for a class of a later version."""
+    if value not in _QOS_FROM_PROTO:
+        raise InvalidRequest("qos_class", f"{value} is not a QoS class this server knows")
+    return _QOS_FROM_PROTO[value]
+
+
+def finish_to_proto(reason: FinishReason) -> types_pb2.FinishReason:
+    return _FINISH_TO_PROTO[reason]
+
+
+def finish_from_proto(value: types_pb2.FinishReason) -> FinishReason:
+    if value not in _FINISH_FROM_PROTO:
+        raise ProtocolMismatch(f"finish reason {value} is unknown here: client and server are of different versions")
+    return _FINISH_FROM_PROTO[value]

@@ -1,0 +1,141 @@
+"""What a fleet says of itself, as the SDK's callers get it: devices, pipeline, models.
+
+Plain frozen values made from AdminService and InferenceService messages. Does no I/O. Called by `shoal.client`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal.rpc import layers_from_proto, telemetry_from_proto
+from shoal.types import LayerRange, Telemetry
+from shoal.v1 import admin_pb2, inference_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStatus:
+    """A worker and its device. layers: None on standby. decode_ms: median compute of a decode step, at first 0."""
+
+    worker_id: str
+    device: str
+    kind: str
+    state: str
+    layers: LayerRange | None
+    memory_bytes: int
+    speed: float
+    is_emulated: bool
+    telemetry: Telemetry
+    link_to_next: str
+    decode_ms: float
+    execution_provider: str
+    kernel_fingerprint: str
+
+    @property
+    def used_bytes(self) -> int:
+        """What counts against the device's memory budget: weights and KV."""
+        return self.telemetry.weight_bytes + self.telemetry.kv_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineStatus:
+    """The pipeline that serves. Rates are over the last ten seconds; hop_ms is 0 where clocks cannot be compared."""
+
+    pipeline_id: str
+    epoch: int
+    num_slots: int
+    used_slots: int
+    kv_tokens: int
+    used_kv_tokens: int
+    context_tokens: int
+    decode_tokens_per_s: float
+    prefill_tokens_per_s: float
+    hop_ms: float
+    completion_tokens_total: int
+    prompt_tokens_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class FleetStatus:
+    """An orchestrator and its devices. waiting_for: what is missing while not ready. pipeline: at first None."""
+
+    version: str
+    model: str
+    ready: bool
+    waiting_for: str
+    devices: tuple[DeviceStatus, ...]
+    pipeline: PipelineStatus | None
+    num_running: int
+    num_waiting: int
+    uptime_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSummary:
+    """A model that can be asked for."""
+
+    name: str
+    digest: str
+    architecture: str
+    num_layers: int
+    context_tokens: int
+    ready: bool
+
+
+def status_from_proto(message: admin_pb2.GetStatusResponse) -> FleetStatus:
+    return FleetStatus(
+        version=message.version,
+        model=message.model,
+        ready=message.ready,
+        waiting_for=message.waiting_for,
+        devices=tuple(_device(device) for device in message.devices),
+        pipeline=_pipeline(message.pipeline) if message.pipeline.pipeline_id else None,
+        num_running=message.num_running,
+        num_waiting=message.num_waiting,
+        uptime_s=message.uptime_s,
+    )
+
+
+def model_from_proto(message: inference_pb2.ModelSummary) -> ModelSummary:
+    return ModelSummary(
+        name=message.name,
+        digest=message.digest,
+        architecture=message.architecture,
+        num_layers=message.num_layers,
+        context_tokens=message.context_tokens,
+        ready=message.ready,
+    )
+
+
+def _device(message: admin_pb2.DeviceStatus) -> DeviceStatus:
+    return DeviceStatus(
+        worker_id=message.worker_id,
+        device=message.profile.name,
+        kind=message.profile.kind,
+        state=message.state,
+        layers=layers_from_proto(message.layers),
+        memory_bytes=message.profile.memory_bytes,
+        speed=message.profile.speed,
+        is_emulated=message.profile.is_emulated,
+        telemetry=telemetry_from_proto(message.telemetry),
+        link_to_next=message.link_to_next,
+        decode_ms=message.decode_ms,
+        execution_provider=message.execution_provider,
+        kernel_fingerprint=message.runtime.kernel_fingerprint,
+    )
+
+
+def _pipeline(message: admin_pb2.PipelineStatus) -> PipelineStatus:
+    return PipelineStatus(
+        pipeline_id=message.pipeline_id,
+        epoch=message.epoch,
+        num_slots=message.num_slots,
+        used_slots=message.used_slots,
+        kv_tokens=message.kv_tokens,
+        used_kv_tokens=message.used_kv_tokens,
+        context_tokens=message.context_tokens,
+        decode_tokens_per_s=message.decode_tokens_per_s,
+        prefill_tokens_per_s=message.prefill_tokens_per_s,
+        hop_ms=message.hop_ms,
+        completion_tokens_total=message.completion_tokens_total,
+        prompt_tokens_total=message.prompt_tokens_total,
+    )

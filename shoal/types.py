@@ -1,0 +1,167 @@
+"""The words both sides share, as values: ids, ranges, sampling parameters, device profiles, telemetry.
+
+Plain frozen data that the pure cores may import: no I/O, no protobuf, no numpy. Conversions to and from messages live in
+`shoal.rpc`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NewType
+
+from shoal.errors import InvalidRequest
+
+WorkerId = NewType("WorkerId", str)
+PipelineId = NewType("PipelineId", str)
+SequenceId = NewType("SequenceId", int)
+SlotId = NewType("SlotId", int)
+
+PROTOCOL_VERSION = 1
+MAX_TOP_LOGPROBS = 20
+
+
+class QosClass(Enum):
+    LATENCY = "latency"
+    BALANCED = "balanced"
+    THROUGHPUT = "throughput"
+
+
+class NumericClass(Enum):
+    """How a sequence's decode rows are computed; kept for the sequence's life (facts: kernels differ at one row).
+
+    SHARED rows are bit-identical whoever shares the batch; SOLO rows run alone, faster for one stream.
+    """
+
+    SHARED = "shared"
+    SOLO = "solo"
+
+
+class FinishReason(Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRange:
+    """Layers [start, stop)."""
+
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop:
+            raise ValueError(f"not a layer range: [{self.start}, {self.stop})")
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __str__(self) -> str:
+        return f"[{self.start}, {self.stop})"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a token is chosen; the defaults are greedy. See proto/shoal/v1/types.proto for the ranges."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int = 0
+    num_logprobs: int | None = None
+
+    def validate(self, vocab_size: int) -> None:
+        """Raise InvalidRequest naming the first field out of its range."""
+        checks = (
+            ("temperature", self.temperature, 0.0 <= self.temperature <= 10.0, "in [0, 10]; 0 is greedy"),
+            ("top_k", self.top_k, self.top_k >= 0, "0 (all tokens) or more"),
+            ("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "in (0, 1]"),
+            ("min_p", self.min_p, 0.0 <= self.min_p < 1.0, "in [0, 1)"),
+            ("repetition_penalty", self.repetition_penalty, 0.0 < self.repetition_penalty <= 10.0, "in (0, 10]"),
+            ("presence_penalty", self.presence_penalty, -2.0 <= self.presence_penalty <= 2.0, "in [-2, 2]"),
+            ("frequency_penalty", self.frequency_penalty, -2.0 <= self.frequency_penalty <= 2.0, "in [-2, 2]"),
+            ("seed", self.seed, 0 <= self.seed < 2**64, "in [0, 2^64)"),
+            (
+                "num_logprobs",
+                self.num_logprobs,
+                self.num_logprobs is None or 0 <= self.num_logprobs <= MAX_TOP_LOGPROBS,
+                f"in [0, {MAX_TOP_LOGPROBS}]",
+            ),
+        )
+        for name, value, is_valid, allowed in checks:
+            if not is_valid:
+                raise InvalidRequest(f"sampling.{name}", f"{value} is out of range; it must be {allowed}")
+        for token_id, bias in self.logit_bias.items():
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequest(
+                    "sampling.logit_bias", f"token {token_id} is not in the vocabulary of {vocab_size}"
+                )
+            if not -100.0 <= bias <= 100.0:
+                raise InvalidRequest("sampling.logit_bias", f"{bias} for token {token_id} must be in [-100, 100]")
+
+
+@dataclass(frozen=True, slots=True)
+class LinkProfile:
+    """A link's one-way delay in milliseconds and its rate in Mbit/s; 0 is not limited."""
+
+    delay_ms: float = 0.0
+    rate_mbit_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProfile:
+    """What a device is able to hold and how fast it is: declared, and enforced where it is emulated.
+
+    memory_bytes: weights, KV and workspace together. speed: relative to the unhindered machine (an emulated device with
+    speed 0.5 takes twice as long for its compute). num_threads: intra-op threads.
+    """
+
+    name: str
+    kind: str
+    memory_bytes: int
+    speed: float = 1.0
+    num_threads: int = 1
+    max_batch: int = 16
+    allow_direct_links: bool = True
+    link: LinkProfile = LinkProfile()
+    is_emulated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Telemetry:
+    """What a device reports as it runs."""
+
+    rss_bytes: int = 0
+    kv_bytes: int = 0
+    weight_bytes: int = 0
+    free_memory_bytes: int = 0
+    cpu_load: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ShardShape:
+    """The sizes of a shard's arrays, as sent with LoadShard.
+
+    kv_tokens: the most tokens all slots together may hold; slot_tokens: the most one may.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    num_slots: int
+    slot_tokens: int
+    kv_tokens: int
+    is_first: bool
+    is_last: bool
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * 4
