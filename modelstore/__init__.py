@@ -1,0 +1,1 @@
+"""Turns the files people have into shards."""
