@@ -1,0 +1,1 @@
+"""Decides: which device computes what, and when."""
