@@ -1,0 +1,467 @@
+"""The control task: takes workers in, places the model over them, brings the pipeline up, and notices who is lost.
+
+Owns the fleet; serves FleetService. Decisions are the cores' (`core.fleet`, `core.placement`); this module carries them
+out: commands down the Attach streams, the pipeline up or down at the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from modelstore.manifest import Manifest
+from modelstore.store import ModelStore
+from orchestrator.core.fleet import Fleet, Member, WorkerState
+from orchestrator.core.limits import SchedulerLimits
+from orchestrator.core.placement import Placement, place
+from orchestrator.engine import Engine
+from orchestrator.flow import FlowHub
+from orchestrator.pipeline import Pipeline, StageMember
+from orchestrator.shards import footprint, load_command
+from orchestrator.status import device_status, pipeline_status
+from shoal import rpc
+from shoal.config import OrchestratorConfig
+from shoal.errors import (
+    ConfigError,
+    CorruptBlob,
+    InvalidRequest,
+    NotReady,
+    PlacementImpossible,
+    ProtocolMismatch,
+    ShardDoesNotFit,
+    ShoalError,
+    WorkerLost,
+)
+from shoal.types import PROTOCOL_VERSION, WorkerId
+from shoal.v1 import admin_pb2, fleet_pb2, fleet_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+PIPELINE_ID = "p1"
+CHUNK_BYTES = 256 << 10
+TICK_S = 0.25
+UPLINK_TIMEOUT_S = 5.0
+# A request that comes while a pipeline is being built waits for it this long.
+SERVING_TIMEOUT_S = 15.0
+# Between two tries of a placement that failed for a reason that may pass.
+RETRY_S = 2.0
+
+
+class _Session:
+    """One worker's Attach stream: its commands wait here until they are written."""
+
+    def __init__(self, hello: fleet_pb2.Hello) -> None:
+        self.hello = hello
+        self.commands: asyncio.Queue[fleet_pb2.AttachResponse | None] = asyncio.Queue()
+        self.link_to_next = ""
+        self.execution_provider = ""
+
+    def send(self, **command: Any) -> None:
+        self.commands.put_nowait(fleet_pb2.AttachResponse(**command))
+
+    def close(self) -> None:
+        self.commands.put_nowait(None)
+
+
+class Control(fleet_pb2_grpc.FleetServiceServicer):
+    """Fleet, placement and the life of the pipeline.
+
+    Invariants: every member of the fleet has a session; the engine has a pipeline only while the fleet's placement is in
+    force and all its stages are loaded and linked.
+    """
+
+    def __init__(
+        self,
+        config: OrchestratorConfig,
+        manifest: Manifest,
+        store: ModelStore,
+        hub: FlowHub,
+        engine: Engine,
+        set_serving: Callable[[bool], Awaitable[None]],
+    ) -> None:
+        self._config = config
+        self._manifest = manifest
+        self._store = store
+        self._hub = hub
+        self._engine = engine
+        self._set_serving = set_serving
+        self._split = _parse_split(config.split)
+        self._footprint = footprint(manifest)
+        self._digests = {blob.digest: blob for blob in manifest.blobs}
+        self._fleet = Fleet(lease_s=config.lease_s)
+        self._sessions: dict[WorkerId, _Session] = {}
+        self._unlinked: set[WorkerId] = set()
+        self._refused: dict[WorkerId, str] = {}
+        self._has_placed = False
+        self._wants_placement = True
+        self._retry_at = 0.0
+        self._trouble = ""
+        self._socket_port = 0
+        self._started_at = time.monotonic()
+        self._serving = asyncio.Event()
+        self._serving_shown = False
+
+    async def watch(self, socket_port: int) -> None:
+        """Place, expire leases and report health until cancelled."""
+        self._socket_port = socket_port
+        await self._set_serving(False)
+        while True:
+            for worker_id in self._fleet.expire(time.monotonic()):
+                self._lost(worker_id, f"no heartbeat for {self._config.lease_s} s")
+            self._consider_placement()
+            if self._serving_shown != self._serving.is_set():
+                self._serving_shown = self._serving.is_set()
+                await self._set_serving(self._serving_shown)
+            await asyncio.sleep(TICK_S)
+
+    def stop(self) -> None:
+        """End every answer and every Attach stream; workers then wait for the next orchestrator."""
+        self._down(NotReady("this orchestrator has shut down; ask again when it is back", retry_after_s=5.0))
+        for session in self._sessions.values():
+            session.close()
+
+    async def wait_serving(self) -> Pipeline:
+        """The pipeline that serves; waits while one is being built. Raises NotReady if none is, or not in time."""
+        if self._engine.pipeline is None and self._is_building:
+            try:
+                async with asyncio.timeout(SERVING_TIMEOUT_S):
+                    await self._serving.wait()
+            except TimeoutError:
+                logger.warning("serving_timeout waiting_for=%s", self._waiting_for())
+        if self._engine.pipeline is None:
+            raise NotReady(f"not serving: {self._waiting_for()}", retry_after_s=1.0)
+        return self._engine.pipeline
+
+    @property
+    def _is_building(self) -> bool:
+        return any(one.state is WorkerState.LOADING for one in self._fleet.members()) or self._fleet.is_ready
+
+    # FleetService
+
+    @rpc.stream
+    async def Attach(  # noqa: N802 - servicer methods are named as in the proto
+        self, request_iterator: AsyncIterator[fleet_pb2.AttachRequest], context: Any
+    ) -> AsyncGenerator[fleet_pb2.AttachResponse, None]:
+        first = await anext(request_iterator, fleet_pb2.AttachRequest())
+        hello = _checked_hello(first)
+        worker_id = WorkerId(hello.worker_id)
+        session = self._take_in(worker_id, hello)
+        reading = asyncio.create_task(self._read(worker_id, session, request_iterator))
+        try:
+            yield self._welcome(worker_id)
+            await self._hub.connected(worker_id, UPLINK_TIMEOUT_S)
+            self._joined(worker_id)
+            while (command := await session.commands.get()) is not None:
+                yield command
+        finally:
+            reading.cancel()
+            if self._sessions.get(worker_id) is session:
+                self._fleet.detach(worker_id, hello.incarnation)
+                self._lost(worker_id, "its connection ended")
+
+    @rpc.stream
+    async def FetchBlob(  # noqa: N802
+        self, request: fleet_pb2.FetchBlobRequest, context: Any
+    ) -> AsyncGenerator[fleet_pb2.FetchBlobResponse, None]:
+        if request.digest not in self._digests:
+            raise InvalidRequest("digest", f"{request.digest[:80]!r} is not a blob of {self._manifest.name}")
+        path = self._store.blob_path(request.digest)
+        if not path.is_file():
+            raise CorruptBlob(
+                f"blob {request.digest[:12]} of {self._manifest.name} is missing: pull or import it again"
+            )
+        async with aclosing(_read_chunks(path, request.offset)) as chunks:
+            async for chunk in chunks:
+                yield fleet_pb2.FetchBlobResponse(chunk=chunk)
+
+    def _take_in(self, worker_id: WorkerId, hello: fleet_pb2.Hello) -> _Session:
+        earlier = self._sessions.pop(worker_id, None)
+        if earlier is not None:
+            self._pipeline_lost(worker_id, "it attached again")
+            earlier.close()
+        session = self._sessions[worker_id] = _Session(hello)
+        self._unlinked.add(worker_id)
+        self._refused.pop(worker_id, None)
+        self._fleet.attach(worker_id, hello.incarnation, rpc.profile_from_proto(hello.profile), time.monotonic())
+        return session
+
+    def _welcome(self, worker_id: WorkerId) -> fleet_pb2.AttachResponse:
+        welcome = fleet_pb2.Welcome(
+            protocol_version=PROTOCOL_VERSION,
+            heartbeat_interval_s=self._config.heartbeat_s,
+            socket_port=self._socket_port,
+            link_token=self._hub.expect(worker_id),
+        )
+        return fleet_pb2.AttachResponse(welcome=welcome)
+
+    def _joined(self, worker_id: WorkerId) -> None:
+        """A worker is attached and has its link: it can be used, at once if nothing serves, else when nobody is served."""
+        self._unlinked.discard(worker_id)
+        logger.info("worker_joined worker=%s members=%d", worker_id, len(self._fleet.members()))
+        self._wants_placement = True
+        self._retry_at = 0.0
+        self._consider_placement()
+
+    async def _read(
+        self, worker_id: WorkerId, session: _Session, requests: AsyncIterator[fleet_pb2.AttachRequest]
+    ) -> None:
+        try:
+            async for request in requests:
+                self._on_event(worker_id, session, request)
+        finally:
+            session.close()
+
+    def _on_event(self, worker_id: WorkerId, session: _Session, request: fleet_pb2.AttachRequest) -> None:
+        incarnation = session.hello.incarnation
+        match request.WhichOneof("event"):
+            case "heartbeat":
+                telemetry = rpc.telemetry_from_proto(request.heartbeat.telemetry)
+                if not self._fleet.heartbeat(worker_id, incarnation, telemetry, time.monotonic()):
+                    session.close()
+            case "shard_loaded":
+                session.execution_provider = request.shard_loaded.execution_provider
+                if self._fleet.shard_loaded(worker_id, incarnation, request.shard_loaded.epoch):
+                    self._open_links()
+            case "shard_failed":
+                if self._fleet.shard_failed(worker_id, incarnation, request.shard_failed.epoch):
+                    self._shard_failed(worker_id, request.shard_failed)
+            case "links_opened":
+                if request.links_opened.epoch == self._fleet.epoch:
+                    session.link_to_next = request.links_opened.link_to_next
+                    self._maybe_serve()
+            case "link_failed":
+                if request.link_failed.epoch == self._fleet.epoch:
+                    self._pipeline_lost(worker_id, request.link_failed.message)
+            case "leaving":
+                self._fleet.leave(worker_id, incarnation)
+                self._pipeline_lost(worker_id, "it is leaving")
+            case event:
+                logger.warning("unknown_event worker=%s event=%s", worker_id, event)
+
+    # Placement
+
+    def _consider_placement(self) -> None:
+        """Place if it is wanted and does not disturb anybody's answer."""
+        if not self._wants_placement or time.monotonic() < self._retry_at:
+            return
+        if self._engine.pipeline is not None and not self._engine.is_idle:
+            return
+        # In the order of their names, so that a restarted fleet finds its blobs where they were.
+        workers = sorted(
+            (one for one in self._fleet.placeable() if one[0] not in self._refused and one[0] not in self._unlinked),
+            key=lambda one: one[0],
+        )
+        if not workers or (not self._has_placed and len(workers) < self._config.expect_workers):
+            return
+        try:
+            placement = place(
+                self._footprint,
+                workers,
+                num_slots=self._config.max_sequences,
+                context_tokens=self._config.context_tokens,
+                split=self._split,
+            )
+        except (PlacementImpossible, ConfigError) as error:
+            self._cannot_place(error)
+            return
+        self._wants_placement = False
+        if placement == self._fleet.placement:
+            return
+        self._load(placement)
+
+    def _cannot_place(self, error: ShoalError) -> None:
+        """Keep what serves, if it does; else say what is missing until somebody joins."""
+        self._wants_placement = False
+        if self._engine.pipeline is None:
+            if self._trouble != error.message:
+                logger.error("placement_impossible message=%s", error.message)
+            self._trouble = error.message
+
+    def _load(self, placement: Placement) -> None:
+        """Tell every worker of a placement its shard, and the others that they have none."""
+        self._down(NotReady("the layers are being placed anew; try again in a moment", retry_after_s=1.0))
+        self._has_placed = True
+        self._trouble = ""
+        epoch = self._fleet.assign(placement)
+        self._hub.routes = {index: stage.worker_id for index, stage in enumerate(placement.stages)}
+        token = secrets.token_bytes(16)
+        stages = [_address(self._sessions[stage.worker_id].hello) for stage in placement.stages]
+        for index, stage in enumerate(placement.stages):
+            self._sessions[stage.worker_id].link_to_next = ""
+            command = load_command(
+                self._manifest,
+                placement,
+                index,
+                pipeline_id=PIPELINE_ID,
+                epoch=epoch,
+                stages=stages,
+                link_token=token,
+            )
+            self._sessions[stage.worker_id].send(load_shard=command)
+            logger.info("placed worker=%s layers=%s epoch=%d", stage.worker_id, stage.layers, epoch)
+        placed = {stage.worker_id for stage in placement.stages}
+        for worker_id in self._sessions.keys() - placed:
+            self._sessions[worker_id].send(unload_shard=fleet_pb2.UnloadShard(pipeline_id=PIPELINE_ID, epoch=epoch))
+
+    def _open_links(self) -> None:
+        command = fleet_pb2.OpenLinks(pipeline_id=PIPELINE_ID, epoch=self._fleet.epoch)
+        for worker_id in self._hub.routes.values():
+            self._sessions[worker_id].send(open_links=command)
+
+    def _maybe_serve(self) -> None:
+        placement = self._fleet.placement
+        if placement is None or not self._fleet.is_ready or self._engine.pipeline is not None:
+            return
+        if not all(self._sessions[stage.worker_id].link_to_next for stage in placement.stages):
+            return
+        first = placement.stages[0].worker_id
+        pipeline = Pipeline(
+            PIPELINE_ID,
+            self._fleet.epoch,
+            [self._member(stage.worker_id, index, placement) for index, stage in enumerate(placement.stages)],
+            self._limits(placement),
+            lambda frame: self._hub.send(first, frame),
+        )
+        self._engine.pipeline_up(pipeline)
+        self._serving.set()
+        logger.info(
+            "serving epoch=%d stages=%d context=%d", pipeline.epoch, len(placement.stages), placement.context_tokens
+        )
+
+    def _member(self, worker_id: WorkerId, index: int, placement: Placement) -> StageMember:
+        return StageMember(worker_id, self._sessions[worker_id].hello.profile.name, placement.stages[index].layers)
+
+    def _limits(self, placement: Placement) -> SchedulerLimits:
+        profiles = [self._sessions[stage.worker_id].hello.profile for stage in placement.stages]
+        return SchedulerLimits(
+            num_stages=len(placement.stages),
+            num_slots=placement.slots,
+            kv_tokens=placement.kv_tokens,
+            context_tokens=placement.context_tokens,
+            max_batch=min(profile.max_batch for profile in profiles),
+            chunk_tokens=self._config.chunk_tokens,
+            burst_steps=self._config.burst_steps,
+        )
+
+    # Trouble
+
+    def link_lost(self, worker_id: WorkerId, message: str) -> None:
+        """The data link of a worker ended; its Attach stream may still be there."""
+        self._pipeline_lost(worker_id, f"its data link ended: {message}")
+        session = self._sessions.get(worker_id)
+        if session is not None:
+            session.close()
+
+    def _lost(self, worker_id: WorkerId, message: str) -> None:
+        session = self._sessions.pop(worker_id, None)
+        if session is not None:
+            session.close()
+        self._hub.forget(worker_id)
+        self._unlinked.discard(worker_id)
+        logger.warning("worker_lost worker=%s message=%s", worker_id, message)
+        self._pipeline_lost(worker_id, message)
+
+    def _pipeline_lost(self, worker_id: WorkerId, message: str) -> None:
+        """A worker cannot go on: if it is part of the placement, end that and place anew."""
+        placement = self._fleet.placement
+        if placement is None or worker_id not in {stage.worker_id for stage in placement.stages}:
+            return
+        logger.warning("pipeline_lost worker=%s message=%s", worker_id, message)
+        self._fleet.dissolve()
+        self._hub.routes = {}
+        lost = f"device {worker_id} was lost while it computed this answer ({message}); ask again"
+        self._down(WorkerLost(lost, retry_after_s=1.0))
+        self._trouble = f"{worker_id} was lost ({message})"
+        self._wants_placement = True
+
+    def _down(self, error: ShoalError) -> None:
+        self._serving.clear()
+        self._engine.pipeline_down(error)
+
+    def _shard_failed(self, worker_id: WorkerId, failed: fleet_pb2.ShardFailed) -> None:
+        """Do without a device that cannot hold its shard; try others again, for their trouble may pass."""
+        logger.error("shard_failed worker=%s reason=%s message=%s", worker_id, failed.reason, failed.message)
+        self._fleet.dissolve()
+        self._hub.routes = {}
+        self._down(NotReady(f"{worker_id} could not load its layers: {failed.message}"))
+        self._trouble = f"{worker_id} could not load its layers: {failed.message}"
+        if failed.reason == ShardDoesNotFit.reason:
+            self._refused[worker_id] = failed.message
+        self._wants_placement = True
+        self._retry_at = time.monotonic() + RETRY_S
+
+    # Status
+
+    def _waiting_for(self) -> str:
+        members = len(self._fleet.members())
+        if self._trouble:
+            return self._trouble
+        if not self._has_placed and members < self._config.expect_workers:
+            return f"{members} of {self._config.expect_workers} devices have joined"
+        if not members:
+            return "no device has joined: start one with `shoal worker --join HOST:PORT`"
+        loading = [one.worker_id for one in self._fleet.members() if one.state is not WorkerState.READY]
+        return f"{', '.join(loading)} to load" if loading else "links between the devices"
+
+    def status(self) -> admin_pb2.GetStatusResponse:
+        """All that `shoal status` shows."""
+        is_ready = self._engine.pipeline is not None
+        return admin_pb2.GetStatusResponse(
+            version=version("shoal"),
+            model=self._manifest.name,
+            ready=is_ready,
+            waiting_for="" if is_ready else self._waiting_for(),
+            devices=[self._device(member) for member in self._fleet.members()],
+            pipeline=pipeline_status(self._engine),
+            num_running=self._engine.num_running,
+            num_waiting=self._engine.num_waiting,
+            uptime_s=time.monotonic() - self._started_at,
+        )
+
+    def _device(self, member: Member) -> admin_pb2.DeviceStatus:
+        session = self._sessions[member.worker_id]
+        link_to_next = session.link_to_next if member.stage is not None else ""
+        return device_status(member, session.hello, link_to_next, session.execution_provider, self._engine)
+
+
+def _parse_split(text: str) -> list[int] | None:
+    if not text:
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"split = {text!r} is not a list of layer counts such as 12,10,8", field="split") from error
+
+
+def _checked_hello(request: fleet_pb2.AttachRequest) -> fleet_pb2.Hello:
+    hello = request.hello
+    if hello.protocol_version != PROTOCOL_VERSION:
+        raise ProtocolMismatch(
+            f"worker {hello.worker_id!r} speaks protocol {hello.protocol_version}, this orchestrator {PROTOCOL_VERSION}: "
+            "install the same version of Shoal on both"
+        )
+    if not hello.worker_id or not hello.worker_id.isprintable() or len(hello.worker_id) > 64:
+        raise InvalidRequest("hello.worker_id", "must have 1 to 64 printable characters")
+    if not hello.profile.memory_bytes or hello.profile.speed <= 0 or not hello.profile.max_batch:
+        raise InvalidRequest("hello.profile", "memory_bytes, speed and max_batch must be more than 0")
+    return hello
+
+
+def _address(hello: fleet_pb2.Hello) -> fleet_pb2.StageAddress:
+    return fleet_pb2.StageAddress(
+        worker_id=hello.worker_id, flow_address=hello.flow_address, socket_address=hello.socket_address
+    )
+
+
+async def _read_chunks(path: Path, offset: int) -> AsyncGenerator[bytes, None]:
+    with path.open("rb") as file:
+        file.seek(offset)
+        while chunk := await asyncio.to_thread(file.read, CHUNK_BYTES):
+            yield chunk
