@@ -1,0 +1,1 @@
+"""Computes: one process a device."""

@@ -1,0 +1,451 @@
+"""A worker's membership: attaches to an orchestrator, carries out its commands, reports, and attaches again when cut off.
+
+Lives on the event loop; owns the links and the blob cache, and tells the compute thread what to load and where to send.
+Knows nothing of tokens or kernels.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+
+import grpc
+import psutil
+
+from shoal import rpc
+from shoal.config import WorkerConfig
+from shoal.errors import ConnectionFailed, InternalError, RequestCancelled, ShoalError
+from shoal.memory import need_bytes
+from shoal.types import PROTOCOL_VERSION, DeviceProfile, Telemetry
+from shoal.v1 import fleet_pb2, fleet_pb2_grpc, flow_pb2
+from worker import compute
+from worker.blobs import BlobCache
+from worker.compute import Compute
+from worker.emulation import LinkShaper, check_fits
+from worker.inbox import SocketClosed
+from worker.lifecycle import Lifecycle, WorkerState
+from worker.links import (
+    DelayLine,
+    GrpcLink,
+    Link,
+    ShapedLink,
+    SocketLink,
+    dial,
+    read_shaped,
+    run_grpc_link,
+)
+from worker.listener import PeerListener
+from worker.session import runtime_summary
+from worker.stage import StageSpec
+
+logger = logging.getLogger(__name__)
+
+BACKOFF_S = (0.1, 0.2, 0.4, 0.8, 1.5)
+DIAL_TIMEOUT_S = 2.0
+WELCOME_TIMEOUT_S = 5.0
+
+
+class Agent:
+    """One worker process as a member of a fleet.
+
+    Invariants: `_current` is the shard of the newest LoadShard; links belong to it and are closed with it; only its
+    `_loading` task touches the blob cache.
+    """
+
+    def __init__(self, config: WorkerConfig, profile: DeviceProfile, worker_id: str, home: Path) -> None:
+        self._config = config
+        self._profile = profile
+        self._worker_id = worker_id
+        self._incarnation = secrets.randbits(63)
+        self._cache = BlobCache(home / "blobs")
+        self._loop = asyncio.get_running_loop()
+        self._compute = Compute(profile, self._notify)
+        self._listener = PeerListener(config.host, self._compute.post, self._on_peer_socket)
+        self._lifecycle = Lifecycle()
+        self._events: asyncio.Queue[fleet_pb2.AttachRequest | None] = asyncio.Queue()
+        self._current: fleet_pb2.LoadShard | None = None
+        self._loading: asyncio.Task[None] | None = None
+        self._uplink_socket: socket.socket | None = None
+        self._inbound: DelayLine | None = None
+        self._peers: dict[socket.socket, fleet_pb2.LoadShard] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ports = (0, 0)
+
+    def _notify(self, event: compute.Event) -> None:
+        # A thread may still tell something when the event loop has ended: nobody wants to know.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._on_compute, event)
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Be a member until `stopping` is set. Raises ProtocolMismatch where trying again cannot help."""
+        self._compute.start()
+        if self._profile.allow_direct_links:
+            self._ports = await self._listener.start(self._config.port, use_sockets=self._config.use_sockets)
+        stop = asyncio.create_task(stopping.wait())
+        membership = asyncio.create_task(self._stay_attached())
+        try:
+            await asyncio.wait({stop, membership}, return_when=asyncio.FIRST_COMPLETED)
+            if membership.done():
+                membership.result()
+            self._report(leaving=fleet_pb2.Leaving())
+            await asyncio.sleep(0)
+        finally:
+            stop.cancel()
+            membership.cancel()
+            with contextlib.suppress(asyncio.CancelledError, ShoalError):
+                await membership
+            await self._listener.stop()
+            await asyncio.to_thread(self._compute.stop, 5.0)
+            self._lifecycle.move_to(WorkerState.STOPPED)
+
+    async def _stay_attached(self) -> None:
+        attempt = 0
+        while True:
+            try:
+                await self._attach()
+                attempt = 0
+            except grpc.RpcError as error:
+                refusal = rpc.error_from_rpc(error, self._config.join)
+                if not refusal.is_retryable and not isinstance(refusal, InternalError | RequestCancelled):
+                    raise refusal from error
+                self._say_waiting(refusal.message)
+            except ConnectionFailed as error:
+                self._say_waiting(error.message)
+            if self._lifecycle.state is not WorkerState.DIALING:
+                attempt = 0
+                self._lifecycle.move_to(WorkerState.DIALING)
+            await asyncio.sleep(BACKOFF_S[min(attempt, len(BACKOFF_S) - 1)])
+            attempt += 1
+
+    def _say_waiting(self, reason: str) -> None:
+        logger.info("not_attached waiting_for=%s reason=%s", self._config.join, reason)
+
+    async def _attach(self) -> None:
+        async with grpc.aio.insecure_channel(self._config.join, options=rpc.CHANNEL_OPTIONS) as channel:
+            self._events = asyncio.Queue()
+            self._report(hello=self._hello())
+            stub = fleet_pb2_grpc.FleetServiceStub(channel)
+            call = stub.Attach(self._requests(self._events))
+            responses = aiter(call)
+            try:
+                async with asyncio.timeout(WELCOME_TIMEOUT_S):
+                    first = await anext(responses)
+                await self._open_uplink(channel, first.welcome)
+                self._lifecycle.move_to(WorkerState.ATTACHED)
+                logger.info("attached worker=%s orchestrator=%s", self._worker_id, self._config.join)
+                self._start(self._beat(first.welcome.heartbeat_interval_s))
+                async for response in responses:
+                    self._obey(response, stub)
+                raise ConnectionFailed("the orchestrator ended the stream")
+            except StopAsyncIteration as error:
+                raise ConnectionFailed("the orchestrator ended the stream without a welcome") from error
+            except TimeoutError as error:
+                raise ConnectionFailed(f"no welcome within {WELCOME_TIMEOUT_S} s") from error
+            finally:
+                await self._detach(call)
+
+    async def _detach(self, call: grpc.aio.StreamStreamCall) -> None:  # type: ignore[type-arg]
+        self._unload()
+        self._uplink_socket = None
+        self._compute.post(compute.SetUplink(None))
+        if self._inbound is not None:
+            self._inbound.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._events.put_nowait(None)
+        call.cancel()
+
+    def _hello(self) -> fleet_pb2.Hello:
+        flow_port, socket_port = self._ports
+        host = self._advertised_host()
+        summary = runtime_summary()
+        return fleet_pb2.Hello(
+            protocol_version=PROTOCOL_VERSION,
+            worker_id=self._worker_id,
+            incarnation=self._incarnation,
+            profile=rpc.profile_to_proto(self._profile),
+            runtime=fleet_pb2.RuntimeSummary(
+                name=summary.name,
+                version=summary.version,
+                kernel_fingerprint=summary.kernel_fingerprint,
+            ),
+            flow_address=f"{host}:{flow_port}" if flow_port else "",
+            socket_address=f"{host}:{socket_port}" if socket_port else "",
+        )
+
+    def _advertised_host(self) -> str:
+        """The address peers can dial: our own, or, when we listen on all, the one that leads to the orchestrator."""
+        if self._config.host not in ("0.0.0.0", "::"):
+            return self._config.host
+        host, _, port = self._config.join.rpartition(":")
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, int(port)))  # sends nothing: only asks for the route
+            return str(probe.getsockname()[0])
+
+    async def _open_uplink(self, channel: grpc.aio.Channel, welcome: fleet_pb2.Welcome) -> None:
+        hello = self._link_hello("", welcome.link_token)
+        dialled: SocketLink | None = None
+        if self._config.use_sockets and welcome.socket_port:
+            host = self._config.join.rpartition(":")[0]
+            dialled = await dial(f"{host}:{welcome.socket_port}", hello, DIAL_TIMEOUT_S)
+        inbound = DelayLine(self._compute.post, LinkShaper(self._profile.link)) if self._is_shaped else None
+        self._inbound = inbound
+        link: Link
+        connection = None
+        if dialled is None:
+            link = self._open_grpc_uplink(channel, hello, self._compute.post if inbound is None else inbound.push)
+        else:
+            link = dialled
+            self._uplink_socket = dialled.connection
+            if inbound is None:
+                connection = dialled.connection
+            else:
+                self._read_shaped(dialled, inbound)
+        shaped = ShapedLink(link, LinkShaper(self._profile.link)) if self._is_shaped else link
+        self._compute.post(compute.SetUplink(shaped, connection))
+
+    def _open_grpc_uplink(
+        self, channel: grpc.aio.Channel, hello: flow_pb2.Frame, on_frame: Callable[[flow_pb2.Frame], None]
+    ) -> GrpcLink:
+        link = GrpcLink(self._loop)
+        link.send(hello)
+        self._start(self._carry(run_grpc_link(link, channel, on_frame), "the link to the orchestrator"))
+        return link
+
+    def _read_shaped(self, link: SocketLink, inbound: DelayLine) -> None:
+        def on_closed(message: str) -> None:
+            self._notify(SocketClosed(link.connection, message))
+
+        threading.Thread(target=read_shaped, args=(link, inbound, on_closed), name="uplink", daemon=True).start()
+
+    @property
+    def _weight_bytes(self) -> int:
+        return 0 if self._current is None else sum(blob.num_bytes for blob in self._current.blobs)
+
+    @property
+    def _is_shaped(self) -> bool:
+        return self._profile.link.delay_ms > 0 or self._profile.link.rate_mbit_s > 0
+
+    def _link_hello(self, pipeline_id: str, token: bytes) -> flow_pb2.Frame:
+        hello = flow_pb2.LinkHello(
+            protocol_version=PROTOCOL_VERSION,
+            worker_id=self._worker_id,
+            incarnation=self._incarnation,
+            link_token=token,
+        )
+        return flow_pb2.Frame(pipeline_id=pipeline_id, link_hello=hello)
+
+    # Commands of the orchestrator
+
+    def _obey(self, response: fleet_pb2.AttachResponse, stub: fleet_pb2_grpc.FleetServiceStub) -> None:
+        match response.WhichOneof("command"):
+            case "load_shard":
+                self._unload()
+                self._current = response.load_shard
+                self._listener.tokens[response.load_shard.pipeline_id] = response.load_shard.link_token
+                self._lifecycle.move_to(WorkerState.LOADING)
+                self._loading = self._start(self._load(response.load_shard, stub, self._loading))
+            case "open_links":
+                if self._is_current(response.open_links.pipeline_id, response.open_links.epoch):
+                    assert self._current is not None
+                    self._start(self._open_links(self._current))
+            case "unload_shard":
+                # Its epoch is that of the placement without us, later than the one of our shard.
+                if self._current is not None and self._current.epoch <= response.unload_shard.epoch:
+                    self._unload()
+                    self._lifecycle.move_to(WorkerState.ATTACHED)
+            case command:
+                logger.warning("unknown_command command=%s", command)
+
+    def _unload(self) -> None:
+        if self._current is None:
+            return
+        if self._loading is not None:
+            self._loading.cancel()
+        self._listener.tokens.pop(self._current.pipeline_id, None)
+        self._compute.post(compute.UnloadStage(self._current.pipeline_id))
+        self._current = None
+
+    def _is_current(self, pipeline_id: str, epoch: int) -> bool:
+        current = self._current
+        return current is not None and (current.pipeline_id, current.epoch) == (pipeline_id, epoch)
+
+    async def _load(
+        self, command: fleet_pb2.LoadShard, stub: fleet_pb2_grpc.FleetServiceStub, earlier: asyncio.Task[None] | None
+    ) -> None:
+        if earlier is not None:
+            await asyncio.wait({earlier})
+        shape = rpc.shape_from_proto(command.shape)
+        spec = StageSpec(command.pipeline_id, command.epoch, command.stage, len(command.stages), shape)
+
+        async def fetch(digest: str, offset: int) -> AsyncIterator[bytes]:
+            async for response in stub.FetchBlob(fleet_pb2.FetchBlobRequest(digest=digest, offset=offset)):
+                yield response.chunk
+
+        try:
+            kv_bytes = shape.kv_tokens * shape.kv_bytes_per_token
+            check_fits(
+                self._profile,
+                need_bytes(self._weight_bytes, kv_bytes),
+                f"{self._worker_id}: layers of {command.pipeline_id}",
+            )
+            fetched_bytes = await self._cache.ensure(command.blobs, fetch)
+            logger.info("blobs_ready pipeline=%s fetched_bytes=%d", command.pipeline_id, fetched_bytes)
+            self._compute.post(compute.LoadStage(spec, command.graph, self._cache.directory))
+        except grpc.RpcError as error:
+            self._on_compute(compute.StageFailed(spec, rpc.error_from_rpc(error, self._config.join)))
+        except ShoalError as error:
+            self._on_compute(compute.StageFailed(spec, error))
+
+    async def _open_links(self, command: fleet_pb2.LoadShard) -> None:
+        """Reach the next stage (the last: the first, for bursts) directly if we can; else frames go by the orchestrator."""
+        following = (command.stage + 1) % len(command.stages)
+        kind, links = "local", {}
+        if following != command.stage:
+            link = await self._reach(command, following)
+            kind = "relay" if link is None else link.kind
+            links = {} if link is None else {following: link}
+        if not self._is_current(command.pipeline_id, command.epoch):
+            for link in links.values():
+                link.close()
+            return
+        self._compute.post(compute.ConnectStage(command.pipeline_id, command.epoch, links))
+        self._lifecycle.move_to(WorkerState.SERVING)
+        opened = fleet_pb2.LinksOpened(
+            pipeline_id=command.pipeline_id, epoch=command.epoch, stage=command.stage, link_to_next=kind
+        )
+        self._report(links_opened=opened)
+
+    async def _reach(self, command: fleet_pb2.LoadShard, stage: int) -> Link | None:
+        if not self._profile.allow_direct_links:
+            return None
+        peer = command.stages[stage]
+        hello = self._link_hello(command.pipeline_id, command.link_token)
+        link: Link | None = None
+        if self._config.use_sockets and peer.socket_address:
+            link = await dial(peer.socket_address, hello, DIAL_TIMEOUT_S)
+        if link is None and peer.flow_address:
+            link = await self._reach_by_grpc(command, peer.flow_address, hello)
+        return ShapedLink(link, LinkShaper(self._profile.link)) if link is not None and self._is_shaped else link
+
+    async def _reach_by_grpc(self, command: fleet_pb2.LoadShard, address: str, hello: flow_pb2.Frame) -> Link | None:
+        channel = grpc.aio.insecure_channel(address, options=rpc.CHANNEL_OPTIONS)
+        try:
+            async with asyncio.timeout(DIAL_TIMEOUT_S):
+                await channel.channel_ready()
+        except TimeoutError:
+            await channel.close(None)
+            return None
+        link = GrpcLink(self._loop)
+        link.send(hello)
+
+        async def carry() -> None:
+            try:
+                await run_grpc_link(link, channel, lambda _frame: None)
+            finally:
+                await channel.close(None)
+
+        self._start(self._carry(carry(), f"the link to {address}", command))
+        return link
+
+    async def _carry(
+        self, carrying: Coroutine[None, None, None], what: str, command: fleet_pb2.LoadShard | None = None
+    ) -> None:
+        try:
+            await carrying
+            message = "it ended"
+        except grpc.RpcError as error:
+            message = rpc.error_from_rpc(error, what).message
+        self._link_failed(f"{what}: {message}", command or self._current)
+
+    # What happens by itself
+
+    def _on_compute(self, event: compute.Event) -> None:
+        match event:
+            case compute.StageLoaded(spec, provider) if self._is_current(spec.pipeline_id, spec.epoch):
+                self._lifecycle.move_to(WorkerState.LOADED)
+                logger.info("shard_loaded pipeline=%s stage=%d provider=%s", spec.pipeline_id, spec.stage, provider)
+                loaded = fleet_pb2.ShardLoaded(
+                    pipeline_id=spec.pipeline_id,
+                    epoch=spec.epoch,
+                    stage=spec.stage,
+                    weight_bytes=self._weight_bytes,
+                    execution_provider=provider,
+                )
+                self._report(shard_loaded=loaded)
+            case compute.StageFailed(spec, error) if self._is_current(spec.pipeline_id, spec.epoch):
+                logger.error("shard_failed pipeline=%s error=%s", spec.pipeline_id, error.message)
+                failed = fleet_pb2.ShardFailed(
+                    pipeline_id=spec.pipeline_id,
+                    epoch=spec.epoch,
+                    stage=spec.stage,
+                    reason=error.reason,
+                    message=error.message,
+                )
+                self._unload()
+                self._lifecycle.move_to(WorkerState.ATTACHED)
+                self._report(shard_failed=failed)
+            case compute.LinkBroke(pipeline_id, epoch, message) if self._is_current(pipeline_id, epoch):
+                self._link_failed(message, self._current)
+            case SocketClosed(connection, message) if connection in self._peers:
+                self._link_failed(f"a link from another stage: {message}", self._peers.pop(connection))
+            case SocketClosed(connection, message) if connection is self._uplink_socket:
+                self._link_failed(f"the link to the orchestrator: {message}", self._current)
+            case _:
+                return  # of an epoch that is over
+
+    def _link_failed(self, message: str, command: fleet_pb2.LoadShard | None) -> None:
+        """Report a broken link of the current shard; links of earlier ones end without a word."""
+        if command is None or not self._is_current(command.pipeline_id, command.epoch):
+            return
+        logger.warning("link_failed pipeline=%s message=%s", command.pipeline_id, message)
+        failed = fleet_pb2.LinkFailed(
+            pipeline_id=command.pipeline_id, epoch=command.epoch, stage=command.stage, message=message
+        )
+        self._report(link_failed=failed)
+
+    def _on_peer_socket(self, pipeline_id: str, connection: socket.socket) -> None:
+        if self._current is None or self._current.pipeline_id != pipeline_id:
+            connection.close()
+            return
+        logger.info("peer_linked pipeline=%s", pipeline_id)
+        self._peers = {peer: command for peer, command in self._peers.items() if command is self._current}
+        self._peers[connection] = self._current
+        self._compute.post(compute.AdoptSocket(pipeline_id, connection))
+
+    async def _beat(self, interval_s: float) -> None:
+        process = psutil.Process()
+        process.cpu_percent()
+        while True:
+            await asyncio.sleep(interval_s)
+            telemetry = Telemetry(
+                rss_bytes=process.memory_info().rss,
+                kv_bytes=self._compute.kv_bytes,
+                weight_bytes=self._weight_bytes,
+                free_memory_bytes=psutil.virtual_memory().available,
+                cpu_load=process.cpu_percent() / 100,
+            )
+            self._report(heartbeat=fleet_pb2.Heartbeat(telemetry=rpc.telemetry_to_proto(telemetry)))
+
+    def _report(self, **event: object) -> None:
+        self._events.put_nowait(fleet_pb2.AttachRequest(**event))  # type: ignore[arg-type]
+
+    @staticmethod
+    async def _requests(
+        events: asyncio.Queue[fleet_pb2.AttachRequest | None],
+    ) -> AsyncIterator[fleet_pb2.AttachRequest]:
+        while (event := await events.get()) is not None:
+            yield event
+
+    def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

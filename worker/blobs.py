@@ -1,0 +1,82 @@
+"""A device's cache of weight blobs: files named by their SHA-256, fetched from the orchestrator, verified before use.
+
+Called by `agent` before a shard is loaded. Knows digests and bytes, not what is in them. An interrupted fetch goes on
+where it ended; a blob whose bytes do not match its name is fetched again, once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections.abc import AsyncIterable, Callable, Iterable
+from pathlib import Path
+
+from shoal.errors import CorruptBlob
+from shoal.v1 import fleet_pb2
+
+# (digest, offset) -> the chunks from there on
+FetchChunks = Callable[[str, int], AsyncIterable[bytes]]
+_READ_BYTES = 1 << 20
+
+
+class BlobCache:
+    """Blobs in one directory.
+
+    Invariant: a file named by a digest was complete and had that digest when it was renamed to it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+
+    async def ensure(self, blobs: Iterable[fleet_pb2.BlobRef], fetch: FetchChunks) -> int:
+        """Have every blob, verified; return the bytes that were fetched. Raises CorruptBlob, or what fetch raises."""
+        fetched_bytes = 0
+        for blob in blobs:
+            if not await asyncio.to_thread(self._is_sound, blob):
+                fetched_bytes += await self._fetch(blob, fetch)
+        return fetched_bytes
+
+    def _is_sound(self, blob: fleet_pb2.BlobRef) -> bool:
+        path = self.directory / blob.digest
+        return path.is_file() and path.stat().st_size == blob.num_bytes and sha256_of(path) == blob.digest
+
+    async def _fetch(self, blob: fleet_pb2.BlobRef, fetch: FetchChunks) -> int:
+        part = self.directory / f"{blob.digest}.part"
+        fetched_bytes = await self._append(part, blob, fetch)
+        if await asyncio.to_thread(sha256_of, part) != blob.digest:
+            part.unlink()
+            fetched_bytes += await self._append(part, blob, fetch)
+        if await asyncio.to_thread(sha256_of, part) != blob.digest:
+            part.unlink()
+            raise CorruptBlob(
+                f"blob {blob.digest[:12]} arrives with other bytes than its digest says: on the orchestrator, "
+                "import or pull the model again"
+            )
+        os.replace(part, self.directory / blob.digest)
+        return fetched_bytes
+
+    async def _append(self, part: Path, blob: fleet_pb2.BlobRef, fetch: FetchChunks) -> int:
+        offset = part.stat().st_size if part.exists() else 0
+        if offset > blob.num_bytes:
+            part.unlink()
+            offset = 0
+        fetched_bytes = 0
+        with part.open("ab") as file:
+            if offset < blob.num_bytes:
+                async for chunk in fetch(blob.digest, offset):
+                    file.write(chunk)
+                    fetched_bytes += len(chunk)
+        return fetched_bytes
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file, in hex; empty if there is none."""
+    if not path.exists():
+        return ""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_READ_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()

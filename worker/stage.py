@@ -1,0 +1,241 @@
+"""One loaded stage: takes steps, runs the shard, samples at the end of the pipeline, and says what to send where.
+
+Owned by the compute thread. Knows sequences, slots and bursts, but neither threads nor how links carry frames: `send` is
+given by `compute`. Rows of sequences that were cancelled meanwhile are dropped at the first stage; the step itself always
+goes on, so that its credit returns to the orchestrator.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from shoal.codec import pack_activations, unpack_activations
+from shoal.errors import InternalError, ShoalError
+from shoal.rpc import sampling_from_proto
+from shoal.types import ShardShape
+from shoal.v1 import flow_pb2, types_pb2
+from worker.emulation import SlowDown
+from worker.sampling import Sampled, Sampler
+from worker.shard import Shard, ShardBatch, ShardRow
+
+ORCHESTRATOR = -1
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpec:
+    """Which stage of which pipeline this is."""
+
+    pipeline_id: str
+    epoch: int
+    stage: int
+    num_stages: int
+    shape: ShardShape
+
+
+@dataclass(slots=True)
+class ActiveSequence:
+    """A sequence in a slot; the sampler is there at the last stage only."""
+
+    sequence_id: int
+    sampler: Sampler | None
+    stop_token_ids: frozenset[int] = field(default_factory=frozenset)
+
+
+class StageRunner:
+    """Runs the steps of one stage.
+
+    Invariants: a slot holds at most one sequence; a row is computed only while its sequence holds its slot.
+    """
+
+    __slots__ = ("_active", "_send", "_shard", "_slow_down", "spec")
+
+    def __init__(
+        self,
+        spec: StageSpec,
+        shard: Shard,
+        slow_down: SlowDown,
+        send: Callable[[flow_pb2.Frame], None],
+    ) -> None:
+        self.spec = spec
+        self._shard = shard
+        self._slow_down = slow_down
+        self._send = send
+        self._active: dict[int, ActiveSequence] = {}
+
+    def handle(self, frame: flow_pb2.Frame) -> None:
+        """Act on a frame for this stage; one of another epoch is dropped. Whatever fails becomes a StepFailed."""
+        if (frame.pipeline_id, frame.epoch) != (self.spec.pipeline_id, self.spec.epoch):
+            return
+        match frame.WhichOneof("body"):
+            case "step":
+                self._step(frame.step)
+            case "cancel":
+                self._cancel(frame.cancel)
+            case body:
+                raise InternalError(f"a stage got a frame with {body}")
+
+    def report_failure(self, step: int, error: ShoalError) -> None:
+        """Tell the orchestrator that a step is lost."""
+        failed = flow_pb2.StepFailed(step=step, stage=self.spec.stage, reason=error.reason, message=error.message)
+        self._send(self._frame(ORCHESTRATOR, step_failed=failed))
+
+    def _frame(
+        self, to_stage: int, **body: flow_pb2.Step | flow_pb2.StepResult | flow_pb2.Cancel | flow_pb2.StepFailed
+    ) -> flow_pb2.Frame:
+        return flow_pb2.Frame(
+            pipeline_id=self.spec.pipeline_id,
+            epoch=self.spec.epoch,
+            to_stage=to_stage,
+            **body,  # type: ignore[arg-type]
+        )
+
+    def _cancel(self, cancel: flow_pb2.Cancel) -> None:
+        for sequence in cancel.sequences:
+            active = self._active.get(sequence.slot)
+            if active is not None and active.sequence_id == sequence.sequence_id:
+                del self._active[sequence.slot]
+                self._shard.release(sequence.slot)
+        if not self.spec.shape.is_last:
+            self._send(self._frame(self.spec.stage + 1, cancel=cancel))
+
+    def _step(self, step: flow_pb2.Step) -> None:
+        taken_up_ns = time.monotonic_ns()
+        for row in step.rows:
+            if row.HasField("start"):
+                self._start(row)
+        live = [self._is_live(row) for row in step.rows]
+        rows = [row for row, is_live in zip(step.rows, live, strict=True) if is_live]
+        output = self._compute(step, rows, live)
+        if self.spec.shape.is_last:
+            self._finish(step, rows, output, taken_up_ns)
+        else:
+            self._pass_on(step, rows, output, taken_up_ns)
+
+    def _start(self, row: flow_pb2.StepRow) -> None:
+        sampler = None
+        if self.spec.shape.is_last:
+            sampler = Sampler(sampling_from_proto(row.start.sampling, seed=0), row.start.prompt_token_ids)
+        self._active[row.slot] = ActiveSequence(row.sequence_id, sampler, frozenset(row.start.stop_token_ids))
+
+    def _is_live(self, row: flow_pb2.StepRow) -> bool:
+        active = self._active.get(row.slot)
+        return active is not None and active.sequence_id == row.sequence_id
+
+    def _compute(
+        self, step: flow_pb2.Step, rows: Sequence[flow_pb2.StepRow], live: Sequence[bool]
+    ) -> npt.NDArray[np.float32] | None:
+        if not rows:
+            return None
+        is_last = self.spec.shape.is_last
+        batch = ShardBatch(
+            rows=tuple(ShardRow(row.slot, row.position, row.num_tokens, row.sample and is_last) for row in rows),
+            tokens_or_hidden=self._input(step, live),
+            solo=step.solo,
+        )
+        started = time.monotonic()
+        output = self._shard.run(batch)
+        wait_s = self._slow_down.extra_seconds(time.monotonic() - started)
+        if wait_s > 0:
+            time.sleep(wait_s)
+        return output
+
+    def _input(self, step: flow_pb2.Step, live: Sequence[bool]) -> npt.NDArray[np.int64] | npt.NDArray[np.float32]:
+        counts = [row.num_tokens for row in step.rows]
+        num_tokens = sum(counts)
+        values: npt.NDArray[np.int64] | npt.NDArray[np.float32]
+        if self.spec.shape.is_first:
+            values = np.array(step.token_ids, dtype=np.int64)  # [T]
+            if len(values) != num_tokens:
+                raise InternalError(f"a step has {len(values)} tokens for rows of {num_tokens}")
+        else:
+            values = unpack_activations(step.activations, num_tokens, self.spec.shape.hidden_size)  # [T, E]
+        return values if all(live) else values[np.repeat(live, counts)]
+
+    def _pass_on(
+        self,
+        step: flow_pb2.Step,
+        rows: Sequence[flow_pb2.StepRow],
+        hidden: npt.NDArray[np.float32] | None,
+        taken_up_ns: int,
+    ) -> None:
+        following = flow_pb2.Step(
+            step=step.step,
+            rows=rows,
+            activations=b"" if hidden is None else pack_activations(hidden),
+            dtype=flow_pb2.ACTIVATION_DTYPE_FLOAT32,
+            burst_steps=step.burst_steps,
+            solo=step.solo,
+            stamps_ns=[*step.stamps_ns, taken_up_ns, time.monotonic_ns()],
+        )
+        self._send(self._frame(self.spec.stage + 1, step=following))
+
+    def _finish(
+        self,
+        step: flow_pb2.Step,
+        rows: Sequence[flow_pb2.StepRow],
+        logits: npt.NDArray[np.float32] | None,
+        taken_up_ns: int,
+    ) -> None:
+        sampled = [] if logits is None else self._sample(rows, logits)
+        left = [(row, token) for row, token in sampled if step.burst_steps > 0 and not self._ends(row, token)]
+        stamps_ns = [*step.stamps_ns, taken_up_ns, time.monotonic_ns()]
+        if left:
+            self._send(self._frame(0, step=_next_of_burst(step, left)))
+        result = flow_pb2.StepResult(
+            step=step.step,
+            tokens=[_to_message(row, token) for row, token in sampled],
+            burst_steps=step.burst_steps if left else 0,
+            stamps_ns=stamps_ns,
+        )
+        self._send(self._frame(ORCHESTRATOR, step_result=result))
+
+    def _sample(
+        self, rows: Sequence[flow_pb2.StepRow], logits: npt.NDArray[np.float32]
+    ) -> list[tuple[flow_pb2.StepRow, Sampled]]:
+        wanted = [row for row in rows if row.sample]
+        drawn = []
+        for row, row_logits in zip(wanted, logits, strict=True):
+            sampler = self._active[row.slot].sampler
+            assert sampler is not None
+            drawn.append((row, sampler.sample(row_logits, row.position + row.num_tokens)))
+        return drawn
+
+    def _ends(self, row: flow_pb2.StepRow, token: Sampled) -> bool:
+        return token.token_id in self._active[row.slot].stop_token_ids
+
+
+def _next_of_burst(step: flow_pb2.Step, left: Sequence[tuple[flow_pb2.StepRow, Sampled]]) -> flow_pb2.Step:
+    return flow_pb2.Step(
+        step=step.step,
+        rows=[
+            flow_pb2.StepRow(
+                sequence_id=row.sequence_id,
+                slot=row.slot,
+                position=row.position + row.num_tokens,
+                num_tokens=1,
+                sample=True,
+            )
+            for row, _ in left
+        ],
+        token_ids=[token.token_id for _, token in left],
+        burst_steps=step.burst_steps - 1,
+        solo=step.solo,
+        stamps_ns=[time.monotonic_ns()],
+    )
+
+
+def _to_message(row: flow_pb2.StepRow, token: Sampled) -> flow_pb2.SampledToken:
+    message = flow_pb2.SampledToken(
+        sequence_id=row.sequence_id, position=row.position + row.num_tokens, token_id=token.token_id
+    )
+    if token.logprob is not None:
+        message.logprobs.logprob = token.logprob
+        message.logprobs.top.extend(
+            types_pb2.TokenLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in token.top
+        )
+    return message
