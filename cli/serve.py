@@ -1,0 +1,153 @@
+"""`shoal up`, `shoal orchestrator`, `shoal worker`: start what serves.
+
+Flags, environment names and help of a process derive from the fields of its configuration in `shoal.config`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from cli.models import fetch, open_store
+from cli.show import device_table
+from cli.terminal import report, say, waiting
+from shoal.config import DEFAULT_PORT, Config, Option, OrchestratorConfig, WorkerConfig, from_environment, options
+
+if TYPE_CHECKING:
+    from launch.local import LocalFleet
+    from shoal.status import FleetStatus
+
+DEFAULT_DEVICES = "phone,phone,tablet"
+WATCH_S = 0.2
+
+Devices = Annotated[str, typer.Option(help="Device profiles to emulate, by name or path, with commas between.")]
+StopOnStdinEof = Annotated[bool, typer.Option("--stop-on-stdin-eof", hidden=True)]
+
+
+def with_options(
+    config: type[Config], *, without: tuple[str, ...] = (), aliases: dict[str, str] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command a flag for each field of a configuration; the values come as **values, None if not given."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = [
+            parameter
+            for parameter in inspect.signature(command, eval_str=True).parameters.values()
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+        ]
+        derived = [
+            _parameter(option, (aliases or {}).get(option.name))
+            for option in options(config)
+            if option.name not in without
+        ]
+        keyword_only = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+        command.__signature__ = inspect.Signature([*keyword_only, *derived])  # type: ignore[attr-defined]
+        return command
+
+    return decorate
+
+
+def _parameter(option: Option, alias: str | None) -> inspect.Parameter:
+    flag = f"{option.flag}/--no-{option.flag[2:]}" if option.type is bool else option.flag
+    default = "" if option.default in ("", None) else f"default {option.default}; "
+    declaration = typer.Option(
+        *(name for name in (flag, alias) if name),
+        help=f"{option.help} [{default}env {option.env}]",
+        show_default=False,
+    )
+    return inspect.Parameter(
+        option.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[option.type | None, declaration],
+    )
+
+
+@with_options(OrchestratorConfig)
+def orchestrator(stop_on_stdin_eof: StopOnStdinEof = False, **values: Any) -> None:
+    """Run an orchestrator, which devices join."""
+    config = from_environment(OrchestratorConfig, values)
+    from orchestrator.app import run
+
+    raise typer.Exit(run(config, stop_on_stdin_eof=stop_on_stdin_eof))
+
+
+@with_options(WorkerConfig, aliases={"worker_id": "--id"})
+def worker(
+    profile: Annotated[str, typer.Option(help="Device profile: a name like phone or tablet, or a path.")] = "host",
+    stop_on_stdin_eof: StopOnStdinEof = False,
+    **values: Any,
+) -> None:
+    """Run a worker on this device and join an orchestrator."""
+    config = from_environment(WorkerConfig, values)
+    from launch.profiles import load_profile
+    from worker.app import run
+
+    raise typer.Exit(run(config, load_profile(profile), stop_on_stdin_eof=stop_on_stdin_eof))
+
+
+@with_options(OrchestratorConfig, without=("expect_workers",))
+def up(devices: Devices = DEFAULT_DEVICES, **values: Any) -> None:
+    """Run a whole fleet on this machine until Ctrl-C."""
+    config = from_environment(OrchestratorConfig, values)
+    with running_fleet(config, devices) as (fleet, status), suppress(KeyboardInterrupt):
+        say(device_table(status))
+        say(f"{status.model} is ready at {fleet.address}; logs are in {fleet.config.home / 'logs'}")
+        server = "" if fleet.config.port == DEFAULT_PORT else f" --server {fleet.address}"
+        say(f'try: shoal generate{server} "What is a shoal?"   (Ctrl-C here stops the fleet)')
+        _watch(fleet)
+
+
+@contextmanager
+def running_fleet(config: OrchestratorConfig, devices: str) -> Iterator[tuple[LocalFleet, FleetStatus]]:
+    """Get the model if need be, start a fleet, wait until it is ready; stop it at the end, also on SIGTERM."""
+    from launch.local import LocalFleet
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    names = [name.strip() for name in devices.split(",") if name.strip()]
+    fleet = LocalFleet(config, names, worker=WorkerConfig(use_sockets=config.use_sockets))
+    _require_model(config)
+    started_at = time.monotonic()
+    with fleet:
+        with waiting(f"starting {', '.join(fleet.worker_ids)}") as update:
+            status = fleet.wait_ready(on_status=lambda seen: update(_describe_start(seen)))
+        say(f"{len(names)} devices ready after {time.monotonic() - started_at:.1f} s", style="bold")
+        yield fleet, status
+
+
+def _require_model(config: OrchestratorConfig) -> None:
+    """Pull a model of the catalogue; any other must be stored."""
+    from modelstore.catalog import CATALOG
+
+    store = open_store(config.home)
+    if config.model in CATALOG:
+        fetch(store, config.model)
+    else:
+        store.open(config.model)
+
+
+def _describe_start(status: FleetStatus) -> str:
+    if status.ready:
+        return "ready"
+    return f"starting: waiting for {status.waiting_for}"
+
+
+def _watch(fleet: LocalFleet) -> NoReturn:
+    """Tell of lost workers while the fleet goes on without them; raise LaunchFailed if it cannot."""
+    from launch.local import failure_of
+
+    told: set[str] = set()
+    while True:
+        for child in fleet.ended():
+            if child.profile is None or len(fleet.ended()) == len(fleet.children) - 1:
+                raise failure_of(child)
+            if child.name not in told:
+                report(failure_of(child))
+                told.add(child.name)
+        time.sleep(WATCH_S)

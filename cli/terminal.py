@@ -1,0 +1,148 @@
+"""What all commands share of the terminal: consoles, one-line errors, text of models, byte counts, progress.
+
+Text of models and users is never read as markup, nothing is wrapped or animated where nobody watches, and rich's own
+rules hold for NO_COLOR. Knows nothing of fleets or models. rich is imported on use: children of a launcher do without.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from shoal.errors import ModelNotFound, ShoalError
+from shoal.types import LayerRange
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+# Wide enough that rich, which would assume 80 columns for a file or a pipe, cuts nothing off.
+WIDTH_OF_A_LOG = 200
+
+_CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+_HINTS: dict[type[ShoalError], str] = {
+    ModelNotFound: "`shoal models list` shows what is stored and what can be pulled",
+}
+
+
+def console(*, stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() else WIDTH_OF_A_LOG
+    return Console(file=stream, markup=False, highlight=False, emoji=False, width=width)
+
+
+def say(text: RenderableType = "", *, style: str = "") -> None:
+    """Print a line or a table on stdout."""
+    console().print(text, style=style, soft_wrap=isinstance(text, str))
+
+
+def note(text: str, *, style: str = "dim") -> None:
+    """Print a line beside the result: on stderr."""
+    console(stderr=True).print(text, style=style, soft_wrap=True)
+
+
+def write_text(text: str) -> None:
+    """Write text of a model as it comes; control characters could command a terminal and do not get there."""
+    sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def report(error: ShoalError) -> None:
+    """Print an error as one line on stderr, and a second one with what to do where the error does not say."""
+    print(f"error: {error.message}", file=sys.stderr)  # noqa: T201
+    hint = _HINTS.get(type(error))
+    if hint:
+        print(f"hint: {hint}", file=sys.stderr)  # noqa: T201
+
+
+def write_json(value: object) -> None:
+    """Print a value as one JSON object."""
+    sys.stdout.write(json.dumps(to_jsonable(value), ensure_ascii=False) + "\n")
+
+
+def to_jsonable(value: object) -> object:
+    """Dataclasses become objects, layer ranges [start, stop], enums their values."""
+    if isinstance(value, LayerRange):
+        return [value.start, value.stop]
+    if dataclasses.is_dataclass(value):
+        return {field.name: to_jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, dict):
+        return {str(key): to_jsonable(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_jsonable(entry) for entry in value]
+    return value
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Such as 700 MiB or 1.5 GiB."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit != "MiB" or size >= 100 else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+@contextmanager
+def progress(title: str) -> Iterator[Callable[[int, int, str], None]]:
+    """Show a bar that counts bytes, or in a log a line a quarter; yields update(done, total, label)."""
+    if not sys.stderr.isatty():
+        yield _log_progress(title)
+        return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TextColumn("{task.fields[label]}", style="dim", markup=False),
+    )
+    with Progress(*columns, console=console(stderr=True)) as bar:
+        # Hidden until there is progress: what is there already needs no bar.
+        task = bar.add_task(title, total=None, label="", visible=False)
+        yield lambda done, total, label: bar.update(
+            task, completed=done, total=total or None, label=label, visible=True
+        )
+
+
+def _log_progress(title: str) -> Callable[[int, int, str], None]:
+    said: set[tuple[int, int]] = set()
+
+    def update(done: int, total: int, label: str) -> None:
+        quarter = 4 * done // total if total else 0
+        if (total, quarter) not in said:
+            said.add((total, quarter))
+            share = f"{25 * quarter} % of {format_bytes(total)}" if total else "..."
+            note(f"{title}: {share} ({label})", style="")
+
+    return update
+
+
+@contextmanager
+def waiting(text: str) -> Iterator[Callable[[str], None]]:
+    """Show a spinner with a text that update(text) changes; in a log a line for each new text."""
+    if not sys.stderr.isatty():
+        said: set[str] = set()
+
+        def log_once(new: str) -> None:
+            if new not in said:
+                said.add(new)
+                note(new, style="")
+
+        log_once(text)
+        yield log_once
+        return
+    from rich.text import Text
+
+    # Text, not str: a status reads its str as markup.
+    with console(stderr=True).status(Text(text)) as status:
+        yield lambda new: status.update(Text(new))

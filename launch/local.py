@@ -1,0 +1,271 @@
+"""A fleet on this machine: one orchestrator and its emulated devices as child processes.
+
+Owns the children: their ids, ports, logs, start, end. What they compute is no concern of it: it knows them by their
+command lines and by what the orchestrator's GetStatus says. Called by `shoal up`, `shoal demo`, tests and benchmarks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+from launch.profiles import load_profile
+from shoal.client import Client
+from shoal.config import Config, OrchestratorConfig, WorkerConfig, options
+from shoal.errors import ConfigError, ConnectionFailed, DeadlineExceeded, LaunchFailed, NotReady
+from shoal.status import FleetStatus
+from shoal.types import DeviceProfile
+
+ORCHESTRATOR = "orchestrator"
+POLL_S = 0.05
+# A status call answers in milliseconds; one that takes longer hit a machine that is busy starting the fleet.
+STATUS_TIMEOUT_S = 2.0
+WORKER_STOP_S = 3.0
+# What the orchestrator may take beyond draining.
+ORCHESTRATOR_STOP_S = 3.0
+NUM_LOG_LINES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A process of the fleet. profile: what it emulates; None for the orchestrator."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log_path: Path
+    profile: DeviceProfile | None = None
+
+    @property
+    def last_log_lines(self) -> list[str]:
+        return self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-NUM_LOG_LINES:]
+
+
+class LocalFleet:
+    """An orchestrator and one worker a device, on this machine.
+
+    devices: names or paths of profiles, or profiles. Port 0 takes a free port; `address` is where the orchestrator is.
+    Children end with the fleet, and also when this process dies in any way: the other end of their standard input is
+    held by it alone.
+
+    Invariant: between start() and stop() every child is in `children`, the orchestrator first.
+    """
+
+    def __init__(
+        self,
+        config: OrchestratorConfig,
+        devices: Sequence[str | DeviceProfile],
+        *,
+        worker: WorkerConfig | None = None,
+    ) -> None:
+        if not devices:
+            raise ConfigError("a fleet needs at least one device", field="devices")
+        self._worker = worker or WorkerConfig()
+        self._devices = tuple(devices)
+        self._profiles = [load_profile(device) if isinstance(device, str) else device for device in devices]
+        port = config.port or _free_port(config.host)
+        self.config = replace(config, port=port, expect_workers=len(devices))
+        self.address = f"{_reachable(config.host)}:{port}"
+        self.children: list[Child] = []
+
+    @property
+    def worker_ids(self) -> list[str]:
+        return list(_worker_ids(self._profiles))
+
+    def start(self) -> None:
+        """Start all processes at once: workers ask for the orchestrator until it answers.
+
+        Raises ConfigError if the port is taken.
+        """
+        _check_free(self.config.host, self.config.port)
+        self._start_child(ORCHESTRATOR, [ORCHESTRATOR, *to_flags(self.config)])
+        for worker_id, device, profile in zip(self.worker_ids, self._devices, self._profiles, strict=True):
+            config = replace(self._worker, join=self.address, worker_id=worker_id, home=self.config.home)
+            source = device if isinstance(device, str) else self._write_profile(worker_id, device)
+            self._start_child(worker_id, ["worker", f"--profile={source}", *to_flags(config)], profile)
+
+    def _write_profile(self, worker_id: str, profile: DeviceProfile) -> Path:
+        path = self.config.home / "devices" / worker_id / "profile.toml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(to_toml(profile), encoding="utf-8")
+        return path
+
+    def _start_child(self, name: str, args: list[str], profile: DeviceProfile | None = None) -> None:
+        log_path = self.config.home / "logs" / f"{name}.log"
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with log_path.open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "cli.main", *args, "--stop-on-stdin-eof"],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # Out of the terminal's reach: Ctrl-C is for this process alone, which then stops them in order.
+                start_new_session=True,
+            )
+        self.children.append(Child(name, process, log_path, profile))
+
+    def ended(self) -> list[Child]:
+        """The children that have ended by themselves."""
+        return [child for child in self.children if child.process.poll() is not None]
+
+    def check(self) -> None:
+        """Raise LaunchFailed, with its last log lines, if a child has ended."""
+        for child in self.ended():
+            raise failure_of(child)
+
+    def wait_ready(
+        self, timeout_s: float = 60.0, on_status: Callable[[FleetStatus], None] = lambda _: None
+    ) -> FleetStatus:
+        """Wait until a pipeline serves; on_status sees every status on the way.
+
+        Raises LaunchFailed if a child ends, NotReady saying what is waited for when time is up.
+        """
+        waiting_for = "the orchestrator's first answer"
+        deadline = time.monotonic() + timeout_s
+        with Client(self.address, timeout_s=STATUS_TIMEOUT_S) as client:
+            while time.monotonic() < deadline:
+                self.check()
+                status = _try_status(client)
+                if status is not None:
+                    on_status(status)
+                    waiting_for = status.waiting_for
+                    if status.ready:
+                        return status
+                time.sleep(POLL_S)
+        raise NotReady(f"the fleet is not ready after {timeout_s:g} s: it waits for {waiting_for}")
+
+    def stop(self) -> None:
+        """End all children: the orchestrator first, which drains, then the workers; who does not end is killed."""
+        try:
+            self._end(self.children[:1], self.config.drain_s + ORCHESTRATOR_STOP_S)
+            self._end(self.children[1:], WORKER_STOP_S)
+        finally:
+            for child in self.children:
+                child.process.kill()
+                child.process.wait()
+                _pipe_of(child).close()
+            self.children.clear()
+
+    def _end(self, children: list[Child], timeout_s: float) -> None:
+        for child in children:
+            child.process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + timeout_s
+        for child in children:
+            try:
+                child.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.process.kill()
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def failure_of(child: Child) -> LaunchFailed:
+    """What is to be said of a child that has ended by itself."""
+    lines = "\n".join(f"  {line}" for line in child.last_log_lines) or "  (nothing)"
+    how = _describe_end(child.process.returncode)
+    return LaunchFailed(f"{child.name} {how}; the last lines of {child.log_path}:\n{lines}")
+
+
+def to_flags(config: Config) -> list[str]:
+    """The command line that gives a `shoal` process exactly this configuration."""
+    flags: list[str] = []
+    for option in options(type(config)):
+        value = getattr(config, option.name)
+        if isinstance(value, bool):
+            flags.append(option.flag if value else option.flag.replace("--", "--no-", 1))
+        else:
+            flags.append(f"{option.flag}={value}")
+    return flags
+
+
+def to_toml(profile: DeviceProfile) -> str:
+    """The file from which load_profile reads this profile again; memory is rounded down to whole MiB."""
+    fields = {
+        "name": profile.name,
+        "kind": profile.kind,
+        "memory_mib": max(1, profile.memory_bytes // 2**20),
+        "speed": profile.speed,
+        "threads": profile.num_threads,
+        "max_batch": profile.max_batch,
+        "allow_direct_links": profile.allow_direct_links,
+        "emulated": profile.is_emulated,
+    }
+    link = {"delay_ms": profile.link.delay_ms, "rate_mbit_s": profile.link.rate_mbit_s}
+    # JSON's texts, numbers and truth values are TOML's too.
+    lines = [f"{name} = {json.dumps(value)}" for name, value in fields.items()]
+    return "\n".join([*lines, "[link]", *(f"{name} = {json.dumps(value)}" for name, value in link.items()), ""])
+
+
+def _worker_ids(profiles: Sequence[DeviceProfile]) -> Iterator[str]:
+    """phone-1, phone-2, tablet-1: also names of folders, hence of harmless characters only."""
+    counts: Counter[str] = Counter()
+    for profile in profiles:
+        name = re.sub(r"[^A-Za-z0-9_-]", "-", profile.name)
+        counts[name] += 1
+        yield f"{name}-{counts[name]}"
+
+
+def _try_status(client: Client) -> FleetStatus | None:
+    try:
+        return client.status()
+    except (ConnectionFailed, DeadlineExceeded, NotReady):
+        return None
+
+
+def _describe_end(returncode: int) -> str:
+    if returncode < 0:
+        return f"was ended by {signal.Signals(-returncode).name}"
+    return f"ended with exit code {returncode}"
+
+
+def _pipe_of(child: Child) -> IO[bytes]:
+    assert child.process.stdin is not None
+    return child.process.stdin
+
+
+def _reachable(host: str) -> str:
+    """Where a listener on all addresses is reached from this machine."""
+    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, *_, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port} ({error.strerror}): stop what runs there (another `shoal up`?), "
+            "or choose another port, or 0 for any that is free",
+            field="port",
+        ) from None
+
+
+def _free_port(host: str) -> int:
+    with _listen(host, 0) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _check_free(host: str, port: int) -> None:
+    _listen(host, port).close()
