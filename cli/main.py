@@ -52,6 +52,8 @@ def main() -> None:
     is_debugging = os.environ.get("SHOAL_DEBUG") == "1"
     if not is_debugging:
         sys.excepthook = _tell
+        # gRPC writes lines of its own about what our errors say in words.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         # Not app(), which would put a hook for tracebacks in the place of ours.
         get_command(app)()

@@ -16,6 +16,7 @@ from modelstore.store import ModelStore
 from orchestrator.control import Control
 from orchestrator.engine import Engine
 from orchestrator.flow import FlowHub
+from orchestrator.membership import FleetServicer
 from orchestrator.server import AdminServicer, InferenceServicer, drain
 from orchestrator.tokenizer import Tokenizer
 from shoal import process, rpc
@@ -69,19 +70,21 @@ class Orchestrator:
         self._hub = FlowHub(
             self._engine.on_frame, lambda worker_id, message: self._control.link_lost(worker_id, message)
         )
-        self._control = Control(config, manifest, self._store, self._hub, self._engine, self._set_serving)
+        self._control = Control(config, manifest, self._hub, self._engine, self._set_serving)
+        self._membership = FleetServicer(self._control, self._hub, manifest, self._store, config.heartbeat_s)
         self._health = HealthServicer()
         self._manifest: Manifest = manifest
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until `stopping` is set, then drain. Raises ConnectionFailed if the port is taken."""
-        socket_port = await self._hub.listen(self._config.host) if self._config.use_sockets else 0
         server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
         inference = InferenceServicer(self._manifest, Tokenizer(self._manifest.tokenizer), self._engine, self._control)
         self._add_services(server, inference)
         port = self._bind(server)
+        if self._config.use_sockets:
+            self._membership.socket_port = await self._hub.listen(self._config.host)
         await server.start()
-        watching = asyncio.create_task(self._control.watch(socket_port))
+        watching = asyncio.create_task(self._control.watch())
         logger.info("listening address=%s:%d model=%s", self._config.host, port, self._manifest.name)
         stop = asyncio.create_task(stopping.wait())
         try:
@@ -110,7 +113,7 @@ class Orchestrator:
     def _add_services(self, server: grpc.aio.Server, inference: InferenceServicer) -> None:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(inference, server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self._control), server)
-        fleet_pb2_grpc.add_FleetServiceServicer_to_server(self._control, server)
+        fleet_pb2_grpc.add_FleetServiceServicer_to_server(self._membership, server)
         flow_pb2_grpc.add_FlowServiceServicer_to_server(self._hub, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)

@@ -1,23 +1,21 @@
 """The control task: takes workers in, places the model over them, brings the pipeline up, and notices who is lost.
 
-Owns the fleet; serves FleetService. Decisions are the cores' (`core.fleet`, `core.placement`); this module carries them
-out: commands down the Attach streams, the pipeline up or down at the engine.
+Owns the fleet; `membership` tells it what workers say. Decisions are the cores' (`core.fleet`, `core.placement`); this
+module carries them out: commands down the Attach streams, the pipeline up or down at the engine.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from modelstore.manifest import Manifest
-from modelstore.store import ModelStore
 from orchestrator.core.fleet import Fleet, Member, WorkerState
 from orchestrator.core.limits import SchedulerLimits
 from orchestrator.core.placement import Placement, place
@@ -30,47 +28,54 @@ from shoal import rpc
 from shoal.config import OrchestratorConfig
 from shoal.errors import (
     ConfigError,
-    CorruptBlob,
     InvalidRequest,
     NotReady,
     PlacementImpossible,
-    ProtocolMismatch,
     ShardDoesNotFit,
     ShoalError,
     WorkerLost,
 )
-from shoal.types import PROTOCOL_VERSION, WorkerId
-from shoal.v1 import admin_pb2, fleet_pb2, fleet_pb2_grpc
+from shoal.types import DeviceProfile, WorkerId
+from shoal.v1 import admin_pb2, fleet_pb2
 
 logger = logging.getLogger(__name__)
 
 PIPELINE_ID = "p1"
-CHUNK_BYTES = 256 << 10
 TICK_S = 0.25
-UPLINK_TIMEOUT_S = 5.0
 # A request that comes while a pipeline is being built waits for it this long.
 SERVING_TIMEOUT_S = 15.0
+# A killed device breaks its links and its Attach stream within milliseconds, in any order.
+LINK_GRACE_S = 0.05
 # Between two tries of a placement that failed for a reason that may pass.
 RETRY_S = 2.0
 
 
-class _Session:
+class WorkerSession:
     """One worker's Attach stream: its commands wait here until they are written."""
 
     def __init__(self, hello: fleet_pb2.Hello) -> None:
         self.hello = hello
-        self.commands: asyncio.Queue[fleet_pb2.AttachResponse | None] = asyncio.Queue()
+        self.worker_id = WorkerId(hello.worker_id)
         self.link_to_next = ""
         self.execution_provider = ""
+        self._commands: asyncio.Queue[fleet_pb2.AttachResponse | ShoalError | None] = asyncio.Queue()
 
     def send(self, **command: Any) -> None:
-        self.commands.put_nowait(fleet_pb2.AttachResponse(**command))
+        self._commands.put_nowait(fleet_pb2.AttachResponse(**command))
 
-    def close(self) -> None:
-        self.commands.put_nowait(None)
+    def close(self, error: ShoalError | None = None) -> None:
+        """End the stream after what was sent; with an error, if the worker is not to come again as it is."""
+        self._commands.put_nowait(error)
+
+    async def next_command(self) -> fleet_pb2.AttachResponse | None:
+        """The next command; None at the end. Raises what close() was given."""
+        command = await self._commands.get()
+        if isinstance(command, ShoalError):
+            raise command
+        return command
 
 
-class Control(fleet_pb2_grpc.FleetServiceServicer):
+class Control:
     """Fleet, placement and the life of the pipeline.
 
     Invariants: every member of the fleet has a session; the engine has a pipeline only while the fleet's placement is in
@@ -81,40 +86,36 @@ class Control(fleet_pb2_grpc.FleetServiceServicer):
         self,
         config: OrchestratorConfig,
         manifest: Manifest,
-        store: ModelStore,
         hub: FlowHub,
         engine: Engine,
         set_serving: Callable[[bool], Awaitable[None]],
     ) -> None:
         self._config = config
         self._manifest = manifest
-        self._store = store
         self._hub = hub
         self._engine = engine
         self._set_serving = set_serving
         self._split = _parse_split(config.split)
         self._footprint = footprint(manifest)
-        self._digests = {blob.digest: blob for blob in manifest.blobs}
         self._fleet = Fleet(lease_s=config.lease_s)
-        self._sessions: dict[WorkerId, _Session] = {}
+        self._sessions: dict[WorkerId, WorkerSession] = {}
         self._unlinked: set[WorkerId] = set()
         self._refused: dict[WorkerId, str] = {}
         self._has_placed = False
         self._wants_placement = True
         self._retry_at = 0.0
         self._trouble = ""
-        self._socket_port = 0
         self._started_at = time.monotonic()
         self._serving = asyncio.Event()
         self._serving_shown = False
 
-    async def watch(self, socket_port: int) -> None:
+    async def watch(self) -> None:
         """Place, expire leases and report health until cancelled."""
-        self._socket_port = socket_port
         await self._set_serving(False)
         while True:
             for worker_id in self._fleet.expire(time.monotonic()):
                 self._lost(worker_id, f"no heartbeat for {self._config.lease_s} s")
+            self._release_leaving()
             self._consider_placement()
             if self._serving_shown != self._serving.is_set():
                 self._serving_shown = self._serving.is_set()
@@ -128,80 +129,45 @@ class Control(fleet_pb2_grpc.FleetServiceServicer):
             session.close()
 
     async def wait_serving(self) -> Pipeline:
-        """The pipeline that serves; waits while one is being built. Raises NotReady if none is, or not in time."""
-        if self._engine.pipeline is None and self._is_building:
-            try:
-                async with asyncio.timeout(SERVING_TIMEOUT_S):
-                    await self._serving.wait()
-            except TimeoutError:
-                logger.warning("serving_timeout waiting_for=%s", self._waiting_for())
-        if self._engine.pipeline is None:
+        """The pipeline that takes requests; waits while one is being built. Raises NotReady if there will be none soon."""
+        deadline = time.monotonic() + SERVING_TIMEOUT_S
+        while not self._serving.is_set() and self._is_building and time.monotonic() < deadline:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._serving.wait(), TICK_S)
+        if self._engine.pipeline is None or not self._serving.is_set():
             raise NotReady(f"not serving: {self._waiting_for()}", retry_after_s=1.0)
         return self._engine.pipeline
 
     @property
     def _is_building(self) -> bool:
-        return any(one.state is WorkerState.LOADING for one in self._fleet.members()) or self._fleet.is_ready
+        """Whether a pipeline that takes requests is likely soon: stages load or drain, or are about to be placed."""
+        states = {one.state for one in self._fleet.members()}
+        if self._fleet.is_ready or states & {WorkerState.LOADING, WorkerState.DRAINING}:
+            return True
+        return self._has_placed and self._wants_placement and bool(self._usable())
 
-    # FleetService
+    def _usable(self) -> list[tuple[WorkerId, DeviceProfile]]:
+        """Those that layers may be given to, in the order of their names: a restarted fleet finds its blobs again."""
+        unusable = self._refused.keys() | self._unlinked
+        return sorted((one for one in self._fleet.placeable() if one[0] not in unusable), key=lambda one: one[0])
 
-    @rpc.stream
-    async def Attach(  # noqa: N802 - servicer methods are named as in the proto
-        self, request_iterator: AsyncIterator[fleet_pb2.AttachRequest], context: Any
-    ) -> AsyncGenerator[fleet_pb2.AttachResponse, None]:
-        first = await anext(request_iterator, fleet_pb2.AttachRequest())
-        hello = _checked_hello(first)
-        worker_id = WorkerId(hello.worker_id)
-        session = self._take_in(worker_id, hello)
-        reading = asyncio.create_task(self._read(worker_id, session, request_iterator))
-        try:
-            yield self._welcome(worker_id)
-            await self._hub.connected(worker_id, UPLINK_TIMEOUT_S)
-            self._joined(worker_id)
-            while (command := await session.commands.get()) is not None:
-                yield command
-        finally:
-            reading.cancel()
-            if self._sessions.get(worker_id) is session:
-                self._fleet.detach(worker_id, hello.incarnation)
-                self._lost(worker_id, "its connection ended")
+    # Membership
 
-    @rpc.stream
-    async def FetchBlob(  # noqa: N802
-        self, request: fleet_pb2.FetchBlobRequest, context: Any
-    ) -> AsyncGenerator[fleet_pb2.FetchBlobResponse, None]:
-        if request.digest not in self._digests:
-            raise InvalidRequest("digest", f"{request.digest[:80]!r} is not a blob of {self._manifest.name}")
-        path = self._store.blob_path(request.digest)
-        if not path.is_file():
-            raise CorruptBlob(
-                f"blob {request.digest[:12]} of {self._manifest.name} is missing: pull or import it again"
-            )
-        async with aclosing(_read_chunks(path, request.offset)) as chunks:
-            async for chunk in chunks:
-                yield fleet_pb2.FetchBlobResponse(chunk=chunk)
-
-    def _take_in(self, worker_id: WorkerId, hello: fleet_pb2.Hello) -> _Session:
-        earlier = self._sessions.pop(worker_id, None)
+    def take_in(self, hello: fleet_pb2.Hello) -> WorkerSession:
+        """Make a worker a member; one of the same name that is still there is told to stay away."""
+        session = WorkerSession(hello)
+        earlier = self._sessions.pop(session.worker_id, None)
         if earlier is not None:
-            self._pipeline_lost(worker_id, "it attached again")
-            earlier.close()
-        session = self._sessions[worker_id] = _Session(hello)
-        self._unlinked.add(worker_id)
-        self._refused.pop(worker_id, None)
-        self._fleet.attach(worker_id, hello.incarnation, rpc.profile_from_proto(hello.profile), time.monotonic())
+            self._pipeline_lost(session.worker_id, "it attached again")
+            earlier.close(_fenced(session.worker_id) if earlier.hello.incarnation != hello.incarnation else None)
+        self._sessions[session.worker_id] = session
+        self._unlinked.add(session.worker_id)
+        self._refused.pop(session.worker_id, None)
+        profile = rpc.profile_from_proto(hello.profile)
+        self._fleet.attach(session.worker_id, hello.incarnation, profile, time.monotonic())
         return session
 
-    def _welcome(self, worker_id: WorkerId) -> fleet_pb2.AttachResponse:
-        welcome = fleet_pb2.Welcome(
-            protocol_version=PROTOCOL_VERSION,
-            heartbeat_interval_s=self._config.heartbeat_s,
-            socket_port=self._socket_port,
-            link_token=self._hub.expect(worker_id),
-        )
-        return fleet_pb2.AttachResponse(welcome=welcome)
-
-    def _joined(self, worker_id: WorkerId) -> None:
+    def joined(self, worker_id: WorkerId) -> None:
         """A worker is attached and has its link: it can be used, at once if nothing serves, else when nobody is served."""
         self._unlinked.discard(worker_id)
         logger.info("worker_joined worker=%s members=%d", worker_id, len(self._fleet.members()))
@@ -209,17 +175,15 @@ class Control(fleet_pb2_grpc.FleetServiceServicer):
         self._retry_at = 0.0
         self._consider_placement()
 
-    async def _read(
-        self, worker_id: WorkerId, session: _Session, requests: AsyncIterator[fleet_pb2.AttachRequest]
-    ) -> None:
-        try:
-            async for request in requests:
-                self._on_event(worker_id, session, request)
-        finally:
-            session.close()
+    def left(self, session: WorkerSession) -> None:
+        """The Attach stream of a session ended."""
+        if self._sessions.get(session.worker_id) is session:
+            self._fleet.detach(session.worker_id, session.hello.incarnation)
+            self._lost(session.worker_id, "its connection ended")
 
-    def _on_event(self, worker_id: WorkerId, session: _Session, request: fleet_pb2.AttachRequest) -> None:
-        incarnation = session.hello.incarnation
+    def on_event(self, session: WorkerSession, request: fleet_pb2.AttachRequest) -> None:
+        """Act on what a worker reports; the fleet refuses what ghosts say."""
+        worker_id, incarnation = session.worker_id, session.hello.incarnation
         match request.WhichOneof("event"):
             case "heartbeat":
                 telemetry = rpc.telemetry_from_proto(request.heartbeat.telemetry)
@@ -237,11 +201,9 @@ class Control(fleet_pb2_grpc.FleetServiceServicer):
                     session.link_to_next = request.links_opened.link_to_next
                     self._maybe_serve()
             case "link_failed":
-                if request.link_failed.epoch == self._fleet.epoch:
-                    self._pipeline_lost(worker_id, request.link_failed.message)
+                self._link_failed(worker_id, request.link_failed)
             case "leaving":
-                self._fleet.leave(worker_id, incarnation)
-                self._pipeline_lost(worker_id, "it is leaving")
+                self._leave(worker_id, incarnation)
             case event:
                 logger.warning("unknown_event worker=%s event=%s", worker_id, event)
 
@@ -253,11 +215,7 @@ class Control(fleet_pb2_grpc.FleetServiceServicer):
             return
         if self._engine.pipeline is not None and not self._engine.is_idle:
             return
-        # In the order of their names, so that a restarted fleet finds its blobs where they were.
-        workers = sorted(
-            (one for one in self._fleet.placeable() if one[0] not in self._refused and one[0] not in self._unlinked),
-            key=lambda one: one[0],
-        )
+        workers = self._usable()
         if not workers or (not self._has_placed and len(workers) < self._config.expect_workers):
             return
         try:
@@ -359,6 +317,29 @@ class Control(fleet_pb2_grpc.FleetServiceServicer):
         if session is not None:
             session.close()
 
+    def _leave(self, worker_id: WorkerId, incarnation: int) -> None:
+        """Take no more requests until the layers of a worker that wants to go are elsewhere."""
+        if self._fleet.leave(worker_id, incarnation) and self._is_placed(worker_id):
+            self._serving.clear()
+        self._release_leaving()
+
+    def _link_failed(self, worker_id: WorkerId, failed: fleet_pb2.LinkFailed) -> None:
+        """End the pipeline, but first let the device at the other end of the link be missed: it is the one to name."""
+
+        def end() -> None:
+            if failed.epoch == self._fleet.epoch:
+                self._pipeline_lost(worker_id, failed.message)
+
+        asyncio.get_running_loop().call_later(LINK_GRACE_S, end)
+
+    def _release_leaving(self) -> None:
+        """Let workers that drain go, as soon as no answer needs them; new requests wait meanwhile."""
+        leaving = [one.worker_id for one in self._fleet.members() if one.state is WorkerState.DRAINING]
+        for worker_id in leaving:
+            if self._engine.is_idle or not self._is_placed(worker_id):
+                self._pipeline_lost(worker_id, "it left")
+                self._sessions[worker_id].close()
+
     def _lost(self, worker_id: WorkerId, message: str) -> None:
         session = self._sessions.pop(worker_id, None)
         if session is not None:
@@ -370,8 +351,7 @@ class Control(fleet_pb2_grpc.FleetServiceServicer):
 
     def _pipeline_lost(self, worker_id: WorkerId, message: str) -> None:
         """A worker cannot go on: if it is part of the placement, end that and place anew."""
-        placement = self._fleet.placement
-        if placement is None or worker_id not in {stage.worker_id for stage in placement.stages}:
+        if not self._is_placed(worker_id):
             return
         logger.warning("pipeline_lost worker=%s message=%s", worker_id, message)
         self._fleet.dissolve()
@@ -380,6 +360,10 @@ class Control(fleet_pb2_grpc.FleetServiceServicer):
         self._down(WorkerLost(lost, retry_after_s=1.0))
         self._trouble = f"{worker_id} was lost ({message})"
         self._wants_placement = True
+
+    def _is_placed(self, worker_id: WorkerId) -> bool:
+        placement = self._fleet.placement
+        return placement is not None and worker_id in {stage.worker_id for stage in placement.stages}
 
     def _down(self, error: ShoalError) -> None:
         self._serving.clear()
@@ -440,28 +424,11 @@ def _parse_split(text: str) -> list[int] | None:
         raise ConfigError(f"split = {text!r} is not a list of layer counts such as 12,10,8", field="split") from error
 
 
-def _checked_hello(request: fleet_pb2.AttachRequest) -> fleet_pb2.Hello:
-    hello = request.hello
-    if hello.protocol_version != PROTOCOL_VERSION:
-        raise ProtocolMismatch(
-            f"worker {hello.worker_id!r} speaks protocol {hello.protocol_version}, this orchestrator {PROTOCOL_VERSION}: "
-            "install the same version of Shoal on both"
-        )
-    if not hello.worker_id or not hello.worker_id.isprintable() or len(hello.worker_id) > 64:
-        raise InvalidRequest("hello.worker_id", "must have 1 to 64 printable characters")
-    if not hello.profile.memory_bytes or hello.profile.speed <= 0 or not hello.profile.max_batch:
-        raise InvalidRequest("hello.profile", "memory_bytes, speed and max_batch must be more than 0")
-    return hello
-
-
 def _address(hello: fleet_pb2.Hello) -> fleet_pb2.StageAddress:
     return fleet_pb2.StageAddress(
         worker_id=hello.worker_id, flow_address=hello.flow_address, socket_address=hello.socket_address
     )
 
 
-async def _read_chunks(path: Path, offset: int) -> AsyncGenerator[bytes, None]:
-    with path.open("rb") as file:
-        file.seek(offset)
-        while chunk := await asyncio.to_thread(file.read, CHUNK_BYTES):
-            yield chunk
+def _fenced(worker_id: WorkerId) -> InvalidRequest:
+    return InvalidRequest("hello.worker_id", f"another device joined as {worker_id!r}: give each an --id of its own")

@@ -174,6 +174,8 @@ class Engine:
 
     def _on_failed(self, failed: flow_pb2.StepFailed) -> None:
         assert self._scheduler is not None
+        assert self.pipeline is not None
+        self.pipeline.forget(failed.step)
         error = rebuild(failed.reason, f"stage {failed.stage} could not run a step: {failed.message}")
         logger.error("step_failed step=%d stage=%d error=%s", failed.step, failed.stage, failed.message)
         for sequence_id in self._scheduler.fail_step(failed.step, time.monotonic()):

@@ -87,6 +87,10 @@ class Pipeline:
         if all(0 <= hop <= MAX_HOP_S for hop in hops):
             self._hop_s.extend(hops)
 
+    def forget(self, step: int) -> None:
+        """Expect no timing of a step any more: it was lost."""
+        self._decode_steps.pop(step, None)
+
     def stage_ms(self, stage: int) -> float:
         """Median compute of a decode step at a stage, in milliseconds; 0 before the first."""
         return _median_ms(self._stage_s[stage])

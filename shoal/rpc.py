@@ -122,6 +122,8 @@ def _error_from_code(code: grpc.StatusCode, details: str, address: str) -> Shoal
             return ConnectionFailed(_unavailable_message(details, address))
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return DeadlineExceeded(f"no complete answer from {address} within the time limit; allow more time")
+        case grpc.StatusCode.CANCELLED if "locally cancelled" not in details.lower():
+            return ConnectionFailed(f"{address} ended the call: it is stopping; ask it again later, or another")
         case grpc.StatusCode.CANCELLED:
             return RequestCancelled(f"the call to {address} was cancelled")
         case grpc.StatusCode.UNIMPLEMENTED:

@@ -11,8 +11,7 @@ import contextlib
 import logging
 import secrets
 import socket
-import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 
 import grpc
@@ -23,23 +22,14 @@ from shoal.config import WorkerConfig
 from shoal.errors import ConnectionFailed, InternalError, RequestCancelled, ShoalError
 from shoal.memory import need_bytes
 from shoal.types import PROTOCOL_VERSION, DeviceProfile, Telemetry
-from shoal.v1 import fleet_pb2, fleet_pb2_grpc, flow_pb2
+from shoal.v1 import fleet_pb2, fleet_pb2_grpc
 from worker import compute
 from worker.blobs import BlobCache
 from worker.compute import Compute
-from worker.emulation import LinkShaper, check_fits
+from worker.dialing import Dialer, Opened
+from worker.emulation import check_fits
 from worker.inbox import SocketClosed
 from worker.lifecycle import Lifecycle, WorkerState
-from worker.links import (
-    DelayLine,
-    GrpcLink,
-    Link,
-    ShapedLink,
-    SocketLink,
-    dial,
-    read_shaped,
-    run_grpc_link,
-)
 from worker.listener import PeerListener
 from worker.session import runtime_summary
 from worker.stage import StageSpec
@@ -47,8 +37,10 @@ from worker.stage import StageSpec
 logger = logging.getLogger(__name__)
 
 BACKOFF_S = (0.1, 0.2, 0.4, 0.8, 1.5)
-DIAL_TIMEOUT_S = 2.0
 WELCOME_TIMEOUT_S = 5.0
+# Longer than an orchestrator drains by default.
+LEAVE_TIMEOUT_S = 15.0
+UPLINK = "the link to the orchestrator"
 
 
 class Agent:
@@ -66,16 +58,19 @@ class Agent:
         self._cache = BlobCache(home / "blobs")
         self._loop = asyncio.get_running_loop()
         self._compute = Compute(profile, self._notify)
+        self._dialer = Dialer(config, profile, worker_id, self._incarnation, self._compute.post)
         self._listener = PeerListener(config.host, self._compute.post, self._on_peer_socket)
         self._lifecycle = Lifecycle()
         self._events: asyncio.Queue[fleet_pb2.AttachRequest | None] = asyncio.Queue()
         self._current: fleet_pb2.LoadShard | None = None
         self._loading: asyncio.Task[None] | None = None
-        self._uplink_socket: socket.socket | None = None
-        self._inbound: DelayLine | None = None
+        self._uplink: Opened | None = None
         self._peers: dict[socket.socket, fleet_pb2.LoadShard] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._ports = (0, 0)
+        self._process = psutil.Process()
+        self._told_reason = ""
+        self._is_leaving = False
 
     def _notify(self, event: compute.Event) -> None:
         # A thread may still tell something when the event loop has ended: nobody wants to know.
@@ -84,25 +79,30 @@ class Agent:
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Be a member until `stopping` is set. Raises ProtocolMismatch where trying again cannot help."""
-        self._compute.start()
         if self._profile.allow_direct_links:
             self._ports = await self._listener.start(self._config.port, use_sockets=self._config.use_sockets)
+        self._compute.start()
         stop = asyncio.create_task(stopping.wait())
         membership = asyncio.create_task(self._stay_attached())
         try:
             await asyncio.wait({stop, membership}, return_when=asyncio.FIRST_COMPLETED)
             if membership.done():
                 membership.result()
-            self._report(leaving=fleet_pb2.Leaving())
-            await asyncio.sleep(0)
+            await self._leave(membership)
         finally:
             stop.cancel()
             membership.cancel()
-            with contextlib.suppress(asyncio.CancelledError, ShoalError):
-                await membership
+            await asyncio.gather(membership, return_exceptions=True)
             await self._listener.stop()
             await asyncio.to_thread(self._compute.stop, 5.0)
             self._lifecycle.move_to(WorkerState.STOPPED)
+
+    async def _leave(self, membership: asyncio.Task[None]) -> None:
+        """Let running answers end, as long as the orchestrator wants us to and LEAVE_TIMEOUT_S allows."""
+        self._is_leaving = True
+        self._report(leaving=fleet_pb2.Leaving())
+        if self._lifecycle.state is not WorkerState.DIALING:
+            await asyncio.wait({membership}, timeout=LEAVE_TIMEOUT_S)
 
     async def _stay_attached(self) -> None:
         attempt = 0
@@ -117,6 +117,8 @@ class Agent:
                 self._say_waiting(refusal.message)
             except ConnectionFailed as error:
                 self._say_waiting(error.message)
+            if self._is_leaving:
+                return
             if self._lifecycle.state is not WorkerState.DIALING:
                 attempt = 0
                 self._lifecycle.move_to(WorkerState.DIALING)
@@ -124,7 +126,10 @@ class Agent:
             attempt += 1
 
     def _say_waiting(self, reason: str) -> None:
-        logger.info("not_attached waiting_for=%s reason=%s", self._config.join, reason)
+        """Log what we wait for, once for each reason."""
+        if reason != self._told_reason:
+            logger.info("not_attached waiting_for=%s reason=%s", self._config.join, reason)
+            self._told_reason = reason
 
     async def _attach(self) -> None:
         async with grpc.aio.insecure_channel(self._config.join, options=rpc.CHANNEL_OPTIONS) as channel:
@@ -138,6 +143,7 @@ class Agent:
                     first = await anext(responses)
                 await self._open_uplink(channel, first.welcome)
                 self._lifecycle.move_to(WorkerState.ATTACHED)
+                self._told_reason = ""
                 logger.info("attached worker=%s orchestrator=%s", self._worker_id, self._config.join)
                 self._start(self._beat(first.welcome.heartbeat_interval_s))
                 async for response in responses:
@@ -152,19 +158,19 @@ class Agent:
 
     async def _detach(self, call: grpc.aio.StreamStreamCall) -> None:  # type: ignore[type-arg]
         self._unload()
-        self._uplink_socket = None
         self._compute.post(compute.SetUplink(None))
-        if self._inbound is not None:
-            self._inbound.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._uplink is not None and self._uplink.inbound is not None:
+            self._uplink.inbound.close()
+        self._uplink = None
         self._events.put_nowait(None)
         call.cancel()
 
     def _hello(self) -> fleet_pb2.Hello:
         flow_port, socket_port = self._ports
-        host = self._advertised_host()
+        host = self._dialer.advertised_host()
         summary = runtime_summary()
         return fleet_pb2.Hello(
             protocol_version=PROTOCOL_VERSION,
@@ -180,67 +186,19 @@ class Agent:
             socket_address=f"{host}:{socket_port}" if socket_port else "",
         )
 
-    def _advertised_host(self) -> str:
-        """The address peers can dial: our own, or, when we listen on all, the one that leads to the orchestrator."""
-        if self._config.host not in ("0.0.0.0", "::"):
-            return self._config.host
-        host, _, port = self._config.join.rpartition(":")
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, int(port)))  # sends nothing: only asks for the route
-            return str(probe.getsockname()[0])
-
     async def _open_uplink(self, channel: grpc.aio.Channel, welcome: fleet_pb2.Welcome) -> None:
-        hello = self._link_hello("", welcome.link_token)
-        dialled: SocketLink | None = None
-        if self._config.use_sockets and welcome.socket_port:
-            host = self._config.join.rpartition(":")[0]
-            dialled = await dial(f"{host}:{welcome.socket_port}", hello, DIAL_TIMEOUT_S)
-        inbound = DelayLine(self._compute.post, LinkShaper(self._profile.link)) if self._is_shaped else None
-        self._inbound = inbound
-        link: Link
-        connection = None
-        if dialled is None:
-            link = self._open_grpc_uplink(channel, hello, self._compute.post if inbound is None else inbound.push)
-        else:
-            link = dialled
-            self._uplink_socket = dialled.connection
-            if inbound is None:
-                connection = dialled.connection
-            else:
-                self._read_shaped(dialled, inbound)
-        shaped = ShapedLink(link, LinkShaper(self._profile.link)) if self._is_shaped else link
-        self._compute.post(compute.SetUplink(shaped, connection))
-
-    def _open_grpc_uplink(
-        self, channel: grpc.aio.Channel, hello: flow_pb2.Frame, on_frame: Callable[[flow_pb2.Frame], None]
-    ) -> GrpcLink:
-        link = GrpcLink(self._loop)
-        link.send(hello)
-        self._start(self._carry(run_grpc_link(link, channel, on_frame), "the link to the orchestrator"))
-        return link
-
-    def _read_shaped(self, link: SocketLink, inbound: DelayLine) -> None:
         def on_closed(message: str) -> None:
-            self._notify(SocketClosed(link.connection, message))
+            with contextlib.suppress(RuntimeError):  # the event loop has ended
+                self._loop.call_soon_threadsafe(self._uplink_failed, message)
 
-        threading.Thread(target=read_shaped, args=(link, inbound, on_closed), name="uplink", daemon=True).start()
+        self._uplink = uplink = await self._dialer.open_uplink(channel, welcome, on_closed)
+        if uplink.carrying is not None:
+            self._start(self._carry(uplink.carrying, UPLINK))
+        self._compute.post(compute.SetUplink(uplink.link, uplink.connection))
 
     @property
     def _weight_bytes(self) -> int:
         return 0 if self._current is None else sum(blob.num_bytes for blob in self._current.blobs)
-
-    @property
-    def _is_shaped(self) -> bool:
-        return self._profile.link.delay_ms > 0 or self._profile.link.rate_mbit_s > 0
-
-    def _link_hello(self, pipeline_id: str, token: bytes) -> flow_pb2.Frame:
-        hello = flow_pb2.LinkHello(
-            protocol_version=PROTOCOL_VERSION,
-            worker_id=self._worker_id,
-            incarnation=self._incarnation,
-            link_token=token,
-        )
-        return flow_pb2.Frame(pipeline_id=pipeline_id, link_hello=hello)
 
     # Commands of the orchestrator
 
@@ -309,51 +267,21 @@ class Agent:
         following = (command.stage + 1) % len(command.stages)
         kind, links = "local", {}
         if following != command.stage:
-            link = await self._reach(command, following)
-            kind = "relay" if link is None else link.kind
-            links = {} if link is None else {following: link}
+            opened = await self._dialer.reach(command, following)
+            kind = "relay" if opened is None else opened.link.kind
+            links = {} if opened is None else {following: opened.link}
+            if opened is not None and opened.carrying is not None:
+                self._start(self._carry(opened.carrying, f"the link to stage {following}", command))
         if not self._is_current(command.pipeline_id, command.epoch):
             for link in links.values():
                 link.close()
             return
         self._compute.post(compute.ConnectStage(command.pipeline_id, command.epoch, links))
         self._lifecycle.move_to(WorkerState.SERVING)
-        opened = fleet_pb2.LinksOpened(
+        report = fleet_pb2.LinksOpened(
             pipeline_id=command.pipeline_id, epoch=command.epoch, stage=command.stage, link_to_next=kind
         )
-        self._report(links_opened=opened)
-
-    async def _reach(self, command: fleet_pb2.LoadShard, stage: int) -> Link | None:
-        if not self._profile.allow_direct_links:
-            return None
-        peer = command.stages[stage]
-        hello = self._link_hello(command.pipeline_id, command.link_token)
-        link: Link | None = None
-        if self._config.use_sockets and peer.socket_address:
-            link = await dial(peer.socket_address, hello, DIAL_TIMEOUT_S)
-        if link is None and peer.flow_address:
-            link = await self._reach_by_grpc(command, peer.flow_address, hello)
-        return ShapedLink(link, LinkShaper(self._profile.link)) if link is not None and self._is_shaped else link
-
-    async def _reach_by_grpc(self, command: fleet_pb2.LoadShard, address: str, hello: flow_pb2.Frame) -> Link | None:
-        channel = grpc.aio.insecure_channel(address, options=rpc.CHANNEL_OPTIONS)
-        try:
-            async with asyncio.timeout(DIAL_TIMEOUT_S):
-                await channel.channel_ready()
-        except TimeoutError:
-            await channel.close(None)
-            return None
-        link = GrpcLink(self._loop)
-        link.send(hello)
-
-        async def carry() -> None:
-            try:
-                await run_grpc_link(link, channel, lambda _frame: None)
-            finally:
-                await channel.close(None)
-
-        self._start(self._carry(carry(), f"the link to {address}", command))
-        return link
+        self._report(links_opened=report)
 
     async def _carry(
         self, carrying: Coroutine[None, None, None], what: str, command: fleet_pb2.LoadShard | None = None
@@ -379,6 +307,7 @@ class Agent:
                     weight_bytes=self._weight_bytes,
                     execution_provider=provider,
                 )
+                self._report_telemetry()
                 self._report(shard_loaded=loaded)
             case compute.StageFailed(spec, error) if self._is_current(spec.pipeline_id, spec.epoch):
                 logger.error("shard_failed pipeline=%s error=%s", spec.pipeline_id, error.message)
@@ -396,10 +325,13 @@ class Agent:
                 self._link_failed(message, self._current)
             case SocketClosed(connection, message) if connection in self._peers:
                 self._link_failed(f"a link from another stage: {message}", self._peers.pop(connection))
-            case SocketClosed(connection, message) if connection is self._uplink_socket:
-                self._link_failed(f"the link to the orchestrator: {message}", self._current)
+            case SocketClosed(connection, message) if self._uplink and connection is self._uplink.connection:
+                self._uplink_failed(message)
             case _:
                 return  # of an epoch that is over
+
+    def _uplink_failed(self, message: str) -> None:
+        self._link_failed(f"{UPLINK}: {message}", self._current)
 
     def _link_failed(self, message: str, command: fleet_pb2.LoadShard | None) -> None:
         """Report a broken link of the current shard; links of earlier ones end without a word."""
@@ -421,18 +353,19 @@ class Agent:
         self._compute.post(compute.AdoptSocket(pipeline_id, connection))
 
     async def _beat(self, interval_s: float) -> None:
-        process = psutil.Process()
-        process.cpu_percent()
         while True:
+            self._report_telemetry()
             await asyncio.sleep(interval_s)
-            telemetry = Telemetry(
-                rss_bytes=process.memory_info().rss,
-                kv_bytes=self._compute.kv_bytes,
-                weight_bytes=self._weight_bytes,
-                free_memory_bytes=psutil.virtual_memory().available,
-                cpu_load=process.cpu_percent() / 100,
-            )
-            self._report(heartbeat=fleet_pb2.Heartbeat(telemetry=rpc.telemetry_to_proto(telemetry)))
+
+    def _report_telemetry(self) -> None:
+        telemetry = Telemetry(
+            rss_bytes=self._process.memory_info().rss,
+            kv_bytes=self._compute.kv_bytes,
+            weight_bytes=self._weight_bytes,
+            free_memory_bytes=psutil.virtual_memory().available,
+            cpu_load=self._process.cpu_percent() / 100,
+        )
+        self._report(heartbeat=fleet_pb2.Heartbeat(telemetry=rpc.telemetry_to_proto(telemetry)))
 
     def _report(self, **event: object) -> None:
         self._events.put_nowait(fleet_pb2.AttachRequest(**event))  # type: ignore[arg-type]

@@ -59,9 +59,6 @@ class BlobCache:
 
     async def _append(self, part: Path, blob: fleet_pb2.BlobRef, fetch: FetchChunks) -> int:
         offset = part.stat().st_size if part.exists() else 0
-        if offset > blob.num_bytes:
-            part.unlink()
-            offset = 0
         fetched_bytes = 0
         with part.open("ab") as file:
             if offset < blob.num_bytes:

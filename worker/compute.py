@@ -21,10 +21,8 @@ from shoal.types import DeviceProfile
 from shoal.v1 import flow_pb2
 from worker.emulation import SlowDown
 from worker.inbox import Inbox, SocketClosed
-from worker.kv.arena import Arena
 from worker.links import Link
-from worker.session import Session
-from worker.shard import Shard
+from worker.shard import Shard, open_shard
 from worker.stage import ORCHESTRATOR, StageRunner, StageSpec
 
 logger = logging.getLogger(__name__)
@@ -189,13 +187,12 @@ class Compute:
     def _load(self, command: LoadStage) -> None:
         spec = command.spec
         self._unload(spec.pipeline_id)
-        session = Session(command.graph, command.blob_dir, num_threads=self._profile.num_threads)
-        shard = Shard(spec.shape, session, Arena(spec.shape))
+        shard = open_shard(spec.shape, command.graph, command.blob_dir, num_threads=self._profile.num_threads)
         # Only an emulated device is slower than the machine it runs on.
         slow_down = SlowDown(self._profile.speed if self._profile.is_emulated else 1.0)
         runner = StageRunner(spec, shard, slow_down, lambda frame: self._route(spec, frame))
         self._stages[spec.pipeline_id] = _Loaded(runner, shard, {}, [])
-        self._notify(StageLoaded(spec, session.provider))
+        self._notify(StageLoaded(spec, shard.provider))
 
     def _connect(self, command: ConnectStage) -> None:
         loaded = self._stages.get(command.pipeline_id)

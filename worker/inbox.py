@@ -46,12 +46,15 @@ class Inbox(Generic[T]):
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
 
     def post(self, item: T) -> None:
-        """Add an item and wake the owner."""
+        """Add an item and wake the owner; nothing happens once it has closed the inbox."""
         self._posted.append(item)
         try:
             self._wake_write.send(b"\0")
         except BlockingIOError:
             return  # enough wake-ups are pending already
+        except OSError:
+            if self._wake_write.fileno() >= 0:
+                raise
 
     def add_socket(self, connection: socket.socket) -> None:
         """Watch a connected socket; its frames come out of get()."""

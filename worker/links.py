@@ -119,6 +119,8 @@ class DelayLine:
             raise self._error
         due = self._shaper.due(frame.ByteSize(), time.monotonic())
         with self._wake:
+            if self._is_closed:
+                raise ConnectionFailed("the link is closed")
             heapq.heappush(self._heap, (due, next(self._numbers), frame))
             self._wake.notify()
 
@@ -199,7 +201,8 @@ def read_shaped(link: SocketLink, line: DelayLine, on_closed: Callable[[str], No
     while True:
         try:
             chunk = link.connection.recv(1 << 20)
-            frames = buffer.feed(chunk)
+            for frame in buffer.feed(chunk):
+                line.push(frame)
         except TimeoutError:
             continue
         except (OSError, ShoalError) as error:
@@ -208,8 +211,6 @@ def read_shaped(link: SocketLink, line: DelayLine, on_closed: Callable[[str], No
         if not chunk:
             on_closed("the peer closed it")
             return
-        for frame in frames:
-            line.push(frame)
 
 
 async def read_hello(connection: socket.socket, timeout_s: float) -> flow_pb2.Frame:

@@ -152,6 +152,9 @@ class StageRunner:
             values = np.array(step.token_ids, dtype=np.int64)  # [T]
             if len(values) != num_tokens:
                 raise InternalError(f"a step has {len(values)} tokens for rows of {num_tokens}")
+            # The runtime reads beyond the embedding instead of refusing.
+            if num_tokens and values.max() >= self.spec.shape.vocab_size:
+                raise InternalError(f"token {values.max()} is not in the vocabulary of {self.spec.shape.vocab_size}")
         else:
             values = unpack_activations(step.activations, num_tokens, self.spec.shape.hidden_size)  # [T, E]
         return values if all(live) else values[np.repeat(live, counts)]

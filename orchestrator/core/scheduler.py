@@ -21,6 +21,8 @@ from shoal.types import FinishReason, NumericClass, SequenceId, SlotId
 # With more streams than this, micro-batches hide the links better than bursts do (measured: a burst saves one hop of a
 # token, which only counts when nothing else fills the stages).
 MAX_BURST_SEQUENCES = 2
+# Attention takes query rows in blocks; measured sizes (32 at head size 16, 128 at 64) are multiples of this.
+ATTENTION_BLOCK = 16
 DEFAULT_RETRY_AFTER_S = 1.0
 MIN_RETRY_AFTER_S = 0.1
 MAX_RETRY_AFTER_S = 30.0
@@ -367,14 +369,15 @@ class Scheduler:
 def chunk_size(num_left: int, room: int) -> int:
     """How many of num_left prompt tokens go into the next chunk of at most `room`; 0 if it has to wait for more room.
 
-    A prompt of two or more tokens never yields a chunk of one: kernels for one token round differently, and logits must
-    not depend on how a prompt was cut.
+    Logits must not depend on how a prompt was cut, and a token that a kernel gets alone is rounded differently. So a prompt
+    of two or more tokens never yields a chunk of one, nor one that is a token longer than a multiple of ATTENTION_BLOCK.
     """
-    if num_left <= room:
-        return num_left
-    if num_left - room == 1:
-        room -= 1
-    return room if room >= 2 else 0
+    if num_left == 1:
+        return 1 if room >= 1 else 0
+    for size in range(min(num_left, room), 1, -1):
+        if size % ATTENTION_BLOCK != 1 and num_left - size != 1:
+            return size
+    return 0
 
 
 def _decode_row(sequence: Sequence) -> BatchRow:

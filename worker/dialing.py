@@ -1,0 +1,129 @@
+"""How a worker reaches others: its link to the orchestrator, and the one to the next stage, over what both ends have.
+
+A plain socket where both offer one and the dial succeeds, else gRPC, else nothing (the orchestrator relays). A profile may
+make links slow or forbid direct ones. Knows addresses and hellos; `agent` decides when to dial and what a broken link means.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+
+import grpc
+
+from shoal import rpc
+from shoal.config import WorkerConfig
+from shoal.types import PROTOCOL_VERSION, DeviceProfile
+from shoal.v1 import fleet_pb2, flow_pb2
+from worker.emulation import LinkShaper
+from worker.links import DelayLine, GrpcLink, Link, ShapedLink, SocketLink, dial, read_shaped, run_grpc_link
+
+DIAL_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A link that was opened.
+
+    carrying: what has to run as a task as long as a gRPC link lives. connection: the socket that the compute thread has to
+    read, if it is the one to do it. inbound: delays what comes in, if the link is emulated.
+    """
+
+    link: Link
+    carrying: Coroutine[None, None, None] | None = None
+    connection: socket.socket | None = None
+    inbound: DelayLine | None = None
+
+
+class Dialer:
+    """Opens the links of one worker; `deliver` takes frames that come in, from any thread."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        profile: DeviceProfile,
+        worker_id: str,
+        incarnation: int,
+        deliver: Callable[[flow_pb2.Frame], None],
+    ) -> None:
+        self._config = config
+        self._profile = profile
+        self._worker_id = worker_id
+        self._incarnation = incarnation
+        self._deliver = deliver
+        self._is_shaped = profile.link.delay_ms > 0 or profile.link.rate_mbit_s > 0
+
+    def advertised_host(self) -> str:
+        """The address peers can dial: our own, or, when we listen on all, the one that leads to the orchestrator."""
+        if self._config.host not in ("0.0.0.0", "::"):
+            return self._config.host
+        host, _, port = self._config.join.rpartition(":")
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, int(port)))  # sends nothing: only asks for the route
+            return str(probe.getsockname()[0])
+
+    async def open_uplink(
+        self, channel: grpc.aio.Channel, welcome: fleet_pb2.Welcome, on_closed: Callable[[str], None]
+    ) -> Opened:
+        """Open the link to the orchestrator; on_closed tells, from another thread, that an emulated one ended."""
+        hello = self._hello("", welcome.link_token)
+        inbound = DelayLine(self._deliver, LinkShaper(self._profile.link)) if self._is_shaped else None
+        link: SocketLink | None = None
+        if self._config.use_sockets and welcome.socket_port:
+            host = self._config.join.rpartition(":")[0]
+            link = await dial(f"{host}:{welcome.socket_port}", hello, DIAL_TIMEOUT_S)
+        if link is None:
+            carried = GrpcLink(asyncio.get_running_loop())
+            carried.send(hello)
+            on_frame = self._deliver if inbound is None else inbound.push
+            return Opened(self._shaped(carried), run_grpc_link(carried, channel, on_frame), inbound=inbound)
+        if inbound is None:
+            return Opened(link, connection=link.connection)
+        threading.Thread(target=read_shaped, args=(link, inbound, on_closed), name="uplink", daemon=True).start()
+        return Opened(self._shaped(link), inbound=inbound)
+
+    async def reach(self, command: fleet_pb2.LoadShard, stage: int) -> Opened | None:
+        """Open a link to another stage of the pipeline; None if it cannot be reached directly."""
+        if not self._profile.allow_direct_links:
+            return None
+        peer = command.stages[stage]
+        hello = self._hello(command.pipeline_id, command.link_token)
+        if self._config.use_sockets and peer.socket_address:
+            link = await dial(peer.socket_address, hello, DIAL_TIMEOUT_S)
+            if link is not None:
+                return Opened(self._shaped(link))
+        return await self._reach_by_grpc(peer.flow_address, hello) if peer.flow_address else None
+
+    async def _reach_by_grpc(self, address: str, hello: flow_pb2.Frame) -> Opened | None:
+        channel = grpc.aio.insecure_channel(address, options=rpc.CHANNEL_OPTIONS)
+        try:
+            async with asyncio.timeout(DIAL_TIMEOUT_S):
+                await channel.channel_ready()
+        except TimeoutError:
+            await channel.close(None)
+            return None
+        link = GrpcLink(asyncio.get_running_loop())
+        link.send(hello)
+
+        async def carry() -> None:
+            try:
+                await run_grpc_link(link, channel, lambda _frame: None)
+            finally:
+                await channel.close(None)
+
+        return Opened(self._shaped(link), carry())
+
+    def _shaped(self, link: Link) -> Link:
+        return ShapedLink(link, LinkShaper(self._profile.link)) if self._is_shaped else link
+
+    def _hello(self, pipeline_id: str, token: bytes) -> flow_pb2.Frame:
+        hello = flow_pb2.LinkHello(
+            protocol_version=PROTOCOL_VERSION,
+            worker_id=self._worker_id,
+            incarnation=self._incarnation,
+            link_token=token,
+        )
+        return flow_pb2.Frame(pipeline_id=pipeline_id, link_hello=hello)
