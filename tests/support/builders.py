@@ -1,0 +1,129 @@
+"""Builders with defaults for the values that tests of the pure cores are about.
+
+Each takes only what a test wants to say; nothing here starts, waits or draws random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from orchestrator.core.limits import SchedulerLimits
+from orchestrator.core.placement import ModelFootprint, Placement, Stage
+from orchestrator.core.scheduler import Batch, SampledId, Scheduler
+from orchestrator.core.sequence import Sequence, SequenceState
+from shoal.types import DeviceProfile, LayerRange, NumericClass, QosClass, SamplingParams, SequenceId, WorkerId
+
+MIB = 2**20
+STOP_ID = 2
+TOKEN_ID = 7
+
+
+def make_sequence(
+    sequence_id: int = 1,
+    *,
+    num_prompt: int = 8,
+    max_tokens: int = 16,
+    numeric: NumericClass = NumericClass.SHARED,
+    arrived_at: float = 0.0,
+) -> Sequence:
+    """A greedy sequence with the prompt 100, 101, ... that ends at STOP_ID."""
+    return Sequence(
+        sequence_id=SequenceId(sequence_id),
+        prompt_token_ids=tuple(range(100, 100 + num_prompt)),
+        sampling=SamplingParams(),
+        max_tokens=max_tokens,
+        stop_ids=frozenset({STOP_ID}),
+        numeric=numeric,
+        qos=QosClass.BALANCED,
+        arrived_at=arrived_at,
+    )
+
+
+def make_limits(
+    *,
+    num_stages: int = 1,
+    num_slots: int = 8,
+    kv_tokens: int = 4096,
+    context_tokens: int = 512,
+    max_batch: int = 16,
+    chunk_tokens: int = 64,
+    max_waiting: int = 256,
+    burst_steps: int = 1,
+    min_rows: int = 4,
+    burst_always: bool = False,
+) -> SchedulerLimits:
+    """Limits of a small pipeline; bursts are off unless asked for."""
+    return SchedulerLimits(
+        num_stages=num_stages,
+        num_slots=num_slots,
+        kv_tokens=kv_tokens,
+        context_tokens=context_tokens,
+        max_batch=max_batch,
+        chunk_tokens=chunk_tokens,
+        max_waiting=max_waiting,
+        burst_steps=burst_steps,
+        min_rows=min_rows,
+        burst_always=burst_always,
+    )
+
+
+def sampled_ids(batch: Batch, token_id: int = TOKEN_ID) -> list[SampledId]:
+    """What the last stage reports for a step of this batch if every row draws token_id."""
+    return [SampledId(row.sequence_id, token_id) for row in batch.rows if row.is_sampled]
+
+
+def start_decoding(scheduler: Scheduler, sequences: Seq[Sequence], now: float = 0.0) -> None:
+    """Submit sequences and run their prefill to the end, so that all of them decode and nothing is in flight.
+
+    They must fit the slots, and have enough max_tokens: decode rows that get in between draw TOKEN_ID too.
+    """
+    for sequence in sequences:
+        scheduler.submit(sequence, now)
+    while any(sequence.first_token_at is None for sequence in sequences):
+        batch = scheduler.schedule(now)
+        assert batch is not None, "the sequences do not all get a slot"
+        scheduler.commit(batch.step, sampled_ids(batch), 0, now)
+    assert all(sequence.state is SequenceState.DECODE for sequence in sequences), "an answer ended meanwhile"
+
+
+def make_profile(
+    name: str = "phone", *, memory_bytes: int = 1024 * MIB, speed: float = 1.0, kind: str = "phone"
+) -> DeviceProfile:
+    return DeviceProfile(name=name, kind=kind, memory_bytes=memory_bytes, speed=speed)
+
+
+def make_workers(*profiles: DeviceProfile) -> list[tuple[WorkerId, DeviceProfile]]:
+    """Workers w0, w1, ... in this order."""
+    return [(WorkerId(f"w{index}"), profile) for index, profile in enumerate(profiles)]
+
+
+def make_model(
+    *,
+    num_layers: int = 30,
+    layer_bytes: int = 3 * MIB,
+    embedding_bytes: int = 30 * MIB,
+    head_bytes: int = 4096,
+    is_head_tied: bool = True,
+    kv_bytes_per_token_per_layer: int = 1536,
+    context_tokens: int = 2048,
+    head_cost_layers: float = 6.0,
+) -> ModelFootprint:
+    """About the sizes of SmolLM2-135M."""
+    return ModelFootprint(
+        layer_bytes=(layer_bytes,) * num_layers,
+        embedding_bytes=embedding_bytes,
+        head_bytes=head_bytes,
+        is_head_tied=is_head_tied,
+        kv_bytes_per_token_per_layer=kv_bytes_per_token_per_layer,
+        context_tokens=context_tokens,
+        head_cost_layers=head_cost_layers,
+    )
+
+
+def make_placement(*worker_ids: str, layers_each: int = 10) -> Placement:
+    """Equal stages over these workers, in order."""
+    stages = tuple(
+        Stage(WorkerId(worker_id), LayerRange(index * layers_each, (index + 1) * layers_each), 1, 1)
+        for index, worker_id in enumerate(worker_ids)
+    )
+    return Placement(stages=stages, kv_tokens=4096, context_tokens=512, slots=8)

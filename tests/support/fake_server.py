@@ -1,0 +1,144 @@
+"""An orchestrator that plays back a script: real gRPC on loopback, no model, no workers.
+
+Runs in a thread of its own, so that synchronous and asyncio clients may be tested against it alike. Used by the tests
+of the client and of the command line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from shoal.errors import ShoalError
+from shoal.rpc import SERVER_OPTIONS, stream, unary
+from shoal.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
+
+Context = grpc.aio.ServicerContext[Any, Any]
+WAIT_S = 20.0
+
+
+class Hang:
+    """A script entry: wait until the call is cancelled."""
+
+
+HANG = Hang()
+Script = Sequence[inference_pb2.GenerateResponse | Exception | Hang]
+
+
+def accepted(**fields: Any) -> inference_pb2.GenerateResponse:
+    defaults = {"request_id": "r-1", "model": "tiny", "prompt_tokens": 3, "seed": 7}
+    return inference_pb2.GenerateResponse(accepted=inference_pb2.Accepted(**{**defaults, **fields}))
+
+
+def delta(index: int, text: str, token_ids: Sequence[int], **fields: Any) -> inference_pb2.GenerateResponse:
+    return inference_pb2.GenerateResponse(
+        delta=inference_pb2.Delta(index=index, text=text, token_ids=token_ids, **fields)
+    )
+
+
+def finished(**fields: Any) -> inference_pb2.GenerateResponse:
+    layers = types_pb2.LayerRange(start=0, stop=30)
+    defaults: dict[str, Any] = {
+        "finish_reason": types_pb2.FINISH_REASON_STOP,
+        "prompt_tokens": 3,
+        "completion_tokens": 2,
+        "ttft_ms": 12.5,
+        "tokens_per_s": 40.0,
+        "pipeline": [inference_pb2.StageSummary(worker_id="phone-1", device="phone", layers=layers)],
+    }
+    return inference_pb2.GenerateResponse(finished=inference_pb2.Finished(**{**defaults, **fields}))
+
+
+HELLO: Script = (accepted(), delta(0, "Hel", [10]), delta(1, "lo", [11]), finished())
+
+
+class FakeOrchestrator(
+    inference_pb2_grpc.InferenceServiceServicer,
+    admin_pb2_grpc.AdminServiceServicer,
+):
+    """Answers every Generate with the next script (the last one again and again), and keeps the requests."""
+
+    def __init__(self, scripts: Sequence[Script], status: admin_pb2.GetStatusResponse | ShoalError) -> None:
+        self.scripts = list(scripts)
+        self.status = status
+        self.requests: list[inference_pb2.GenerateRequest] = []
+        self.is_hanging = threading.Event()
+        self.is_released = threading.Event()
+
+    @stream
+    async def Generate(  # noqa: N802
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        self.requests.append(request)
+        script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
+        try:
+            for entry in script:
+                if isinstance(entry, Exception):
+                    raise entry
+                if isinstance(entry, Hang):
+                    self.is_hanging.set()
+                    await asyncio.Event().wait()
+                else:
+                    yield entry
+        finally:
+            self.is_released.set()
+
+    @unary
+    async def ListModels(  # noqa: N802
+        self, request: inference_pb2.ListModelsRequest, context: Context
+    ) -> inference_pb2.ListModelsResponse:
+        summary = inference_pb2.ModelSummary(
+            name="tiny", digest="ab" * 32, num_layers=30, context_tokens=2048, ready=True
+        )
+        return inference_pb2.ListModelsResponse(models=[summary])
+
+    @unary
+    async def GetStatus(  # noqa: N802
+        self, request: admin_pb2.GetStatusRequest, context: Context
+    ) -> admin_pb2.GetStatusResponse:
+        if isinstance(self.status, ShoalError):
+            raise self.status
+        return self.status
+
+
+class FakeServer:
+    """Serves a FakeOrchestrator while its `with` block runs; `address` is where."""
+
+    def __init__(
+        self, *scripts: Script, status: admin_pb2.GetStatusResponse | ShoalError | None = None, port: int = 0
+    ) -> None:
+        self.orchestrator = FakeOrchestrator(scripts or (HELLO,), status or admin_pb2.GetStatusResponse(ready=True))
+        self.address = f"127.0.0.1:{port}"
+        self._is_up = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+
+    async def _serve(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.orchestrator, server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(self.orchestrator, server)
+        self.address = f"127.0.0.1:{server.add_insecure_port(self.address)}"
+        await server.start()
+        self._is_up.set()
+        await self._stop.wait()
+        await server.stop(grace=None)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        assert self._is_up.wait(WAIT_S)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._loop is not None
+        assert self._stop is not None
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(WAIT_S)

@@ -1,0 +1,141 @@
+"""What a local fleet passes to its children, and how it tells that one of them, or their port, is not as it should be."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.local import Child, LocalFleet, to_flags, to_toml
+from launch.profiles import load_profile
+from shoal.config import Config, OrchestratorConfig, WorkerConfig
+from shoal.errors import ConfigError, LaunchFailed
+from shoal.types import DeviceProfile, LinkProfile
+
+SOME_PROFILE = DeviceProfile(
+    name='old "phone"',
+    kind="phone",
+    memory_bytes=300 * 2**20,
+    speed=0.5,
+    num_threads=2,
+    max_batch=4,
+    allow_direct_links=False,
+    link=LinkProfile(5.0, 20.0),
+    is_emulated=True,
+)
+
+
+def make_fleet(home: Path, devices: list[str | DeviceProfile], port: int = 0) -> LocalFleet:
+    return LocalFleet(OrchestratorConfig(home=home, port=port), devices)
+
+
+def make_child(name: str, program: str, folder: Path) -> Child:
+    log_path = folder / f"{name}.log"
+    with log_path.open("wb") as log:
+        process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=log, stderr=log)
+    return Child(name, process, log_path)
+
+
+def test_devices_are_numbered_by_name(tmp_path: Path) -> None:
+    fleet = make_fleet(tmp_path, ["phone", "tablet", "phone", SOME_PROFILE])
+
+    assert fleet.worker_ids == ["phone-1", "tablet-1", "phone-2", "old--phone--1"]
+    assert fleet.config.expect_workers == 4
+
+
+def test_port_0_takes_a_free_one_and_says_which(tmp_path: Path) -> None:
+    fleet = make_fleet(tmp_path, ["phone"])
+
+    assert fleet.config.port != 0
+    assert fleet.address == f"127.0.0.1:{fleet.config.port}"
+
+
+def test_a_fleet_on_all_addresses_is_reached_on_this_machine(tmp_path: Path) -> None:
+    fleet = LocalFleet(OrchestratorConfig(home=tmp_path, host="0.0.0.0", port=7), ["phone"])
+
+    assert fleet.address == "127.0.0.1:7"
+
+
+def test_a_fleet_of_no_devices_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="at least one device"):
+        make_fleet(tmp_path, [])
+
+
+def test_a_port_that_is_taken_starts_nothing(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        fleet = make_fleet(tmp_path, ["phone"], port=taken.getsockname()[1])
+        with pytest.raises(ConfigError, match="choose another port"):
+            fleet.__enter__()
+
+    assert fleet.children == []
+
+
+@pytest.mark.parametrize(
+    "config", [OrchestratorConfig(use_sockets=False, split="12,18"), WorkerConfig(worker_id="a b")]
+)
+def test_flags_say_all_of_a_configuration(config: Config) -> None:
+    flags = to_flags(config)
+
+    assert len(flags) == len(type(config).__dataclass_fields__)
+    assert "--no-use-sockets" in flags or "--use-sockets" in flags
+    assert "--split=12,18" in flags or "--worker-id=a b" in flags
+
+
+def test_a_profile_is_read_back_from_its_file_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "profile.toml"
+    path.write_text(to_toml(SOME_PROFILE), encoding="utf-8")
+
+    assert load_profile(str(path)) == SOME_PROFILE
+
+
+def test_a_child_that_ended_is_named_with_its_last_words(tmp_path: Path) -> None:
+    fleet = make_fleet(tmp_path, ["phone"])
+    fleet.children.append(make_child("phone-1", "print('out of paper'); raise SystemExit(3)", tmp_path))
+    fleet.children[0].process.wait()
+
+    with pytest.raises(LaunchFailed, match=r"(?s)phone-1 ended with exit code 3; .*phone-1\.log:\n  out of paper"):
+        fleet.check()
+    fleet.stop()
+
+
+def test_a_child_that_was_killed_is_told_from_one_that_failed(tmp_path: Path) -> None:
+    fleet = make_fleet(tmp_path, ["phone"])
+    fleet.children.append(make_child("phone-1", "input()", tmp_path))
+    fleet.children[0].process.kill()
+    fleet.children[0].process.wait()
+
+    with pytest.raises(LaunchFailed, match="phone-1 was ended by SIGKILL"):
+        fleet.check()
+    fleet.stop()
+
+
+def test_children_stop_in_order_and_those_that_do_not_are_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launch.local.WORKER_STOP_S", 0.0)
+    fleet = make_fleet(tmp_path, ["phone"])
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); input()"
+    tidy = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); print('up', flush=True); input()"
+    orchestrator, worker = make_child("orchestrator", tidy, tmp_path), make_child("phone-1", deaf, tmp_path)
+    fleet.children.extend([orchestrator, worker])
+    for child in (orchestrator, worker):
+        while "up" not in child.last_log_lines:
+            os.sched_yield()
+
+    fleet.stop()
+
+    assert (orchestrator.process.returncode, worker.process.returncode) == (0, -signal.SIGKILL)
+    assert fleet.children == []
+
+
+def test_a_fleet_whose_orchestrator_fails_says_why(tmp_path: Path) -> None:
+    with (
+        make_fleet(tmp_path, ["phone"]) as fleet,
+        pytest.raises(LaunchFailed, match=r"(?s)orchestrator .*smollm2-135m"),
+    ):
+        fleet.wait_ready()

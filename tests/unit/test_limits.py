@@ -1,0 +1,51 @@
+"""Which limits make sense, and which requests could never be served within them."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from orchestrator.core.limits import SchedulerLimits
+from shoal.errors import ConfigError, ContextExceeded, InvalidRequest
+from tests.support.builders import make_limits
+
+NUMBERS = [one.name for one in fields(SchedulerLimits) if one.name != "burst_always"]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_limit_of_nothing_is_a_configuration_error_that_names_it(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is 0; it must be at least"):
+        replace(make_limits(), **dict[str, Any]({name: 0}))
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="at least one token") as refused:
+        make_limits().check_request(0, 16)
+    assert refused.value.field == "prompt"
+
+
+def test_an_answer_of_no_tokens_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="0 is out of range; it must be at least 1") as refused:
+        make_limits().check_request(8, 0)
+    assert refused.value.field == "max_tokens"
+
+
+def test_a_prompt_that_fills_the_context_is_refused_with_the_numbers() -> None:
+    with pytest.raises(ContextExceeded, match=r"100 tokens; the context is 100 .* 99 tokens or less"):
+        make_limits(context_tokens=100).check_request(100, 16)
+
+
+def test_a_prompt_that_fills_all_kv_memory_is_refused_with_the_numbers() -> None:
+    with pytest.raises(ContextExceeded, match=r"96 tokens; the KV memory .* holds 96 .* 95 tokens or less"):
+        make_limits(context_tokens=512, kv_tokens=100).check_request(96, 16)
+
+
+def test_the_longest_possible_prompt_is_allowed() -> None:
+    make_limits(context_tokens=100).check_request(99, 16)
+    make_limits(context_tokens=512, kv_tokens=100).check_request(95, 16)
+
+
+def test_a_sequence_may_use_only_whole_pages_of_kv_memory() -> None:
+    assert make_limits(kv_tokens=100).sequence_tokens == 96
