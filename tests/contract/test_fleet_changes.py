@@ -1,0 +1,304 @@
+"""A fleet while devices come and go: nothing hangs, nothing is lost unsaid, and it serves again."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator import membership
+from shoal.errors import InvalidRequest, NotReady, WorkerLost
+from shoal.status import DeviceStatus, FleetStatus
+from shoal.types import LinkProfile
+from shoal.v1 import flow_pb2
+from tests.support.fleet import WAIT_S, make_device, start_fleet
+from tests.support.shards import TinyModel
+from tests.support.streams import SLOW, Reader, start_stream
+from worker.agent import Agent
+from worker.links import SocketLink, dial
+
+HELD = make_device()
+SLOW_HIDDEN = make_device(speed=0.05, is_emulated=True, allow_direct_links=False)
+SLOW_FAR = make_device(speed=0.1, is_emulated=True, link=LinkProfile(delay_ms=1.0))
+QUICK_BEATS: dict[str, Any] = {"heartbeat_s": 0.05}
+
+Store = Path
+
+
+@pytest.fixture
+def store(fleet_model: TinyModel) -> Store:
+    return fleet_model.store.root
+
+
+def device_of(status: FleetStatus, worker_id: str) -> DeviceStatus:
+    return next(device for device in status.devices if device.worker_id == worker_id)
+
+
+# Devices that leave
+
+
+@pytest.mark.parametrize(
+    ("device", "options"),
+    [(SLOW, {}), (SLOW_HIDDEN, {}), (SLOW, {"use_sockets": False}), (SLOW_FAR, {})],
+    ids=["ring", "hub", "grpc", "slow links"],
+)
+@pytest.mark.parametrize("victim", ["w0", "w1"])
+async def test_a_device_that_vanishes_ends_its_answers_and_the_rest_serves_again(
+    store: Store, tmp_path: Path, device: Any, options: dict[str, Any], victim: str
+) -> None:
+    async with start_fleet(store, tmp_path, [device] * 2, **options) as fleet:
+        before = await fleet.client.generate("hello", max_tokens=8, num_logprobs=2)
+        reader = await start_stream(fleet)
+
+        await fleet.workers[victim].vanish()
+        error = await reader.error()
+        status = await fleet.serving(1)
+        after = await fleet.client.generate("hello", max_tokens=8, num_logprobs=2)
+
+    assert isinstance(error, WorkerLost)
+    assert "was lost while it computed this answer" in error.message
+    assert error.retry_after_s > 0
+    assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)
+    assert [one.worker_id for one in status.devices] == [one for one in ("w0", "w1") if one != victim]
+
+
+async def test_of_two_devices_with_one_name_the_first_is_told_to_stay_away(store: Store, tmp_path: Path) -> None:
+    async with start_fleet(store, tmp_path, [HELD]) as fleet:
+        first = fleet.workers["w0"]
+        fleet.add_worker("w0")
+
+        with pytest.raises(InvalidRequest, match="another device joined as 'w0'"):
+            await first.end_of_itself()
+        await fleet.serving(1)
+
+
+async def test_a_device_that_leaves_in_order_is_replaced(store: Store, tmp_path: Path) -> None:
+    async with start_fleet(store, tmp_path, [HELD] * 2) as fleet:
+        await fleet.workers["w0"].end()
+
+        status = await fleet.serving(1)
+
+    assert [one.worker_id for one in status.devices] == ["w1"]
+
+
+async def test_a_device_that_leaves_in_order_ends_its_answers_first(store: Store, tmp_path: Path) -> None:
+    async with start_fleet(store, tmp_path, [SLOW] * 2) as fleet:
+        reader = await start_stream(fleet, max_tokens=40)
+
+        leaving = asyncio.create_task(fleet.workers["w0"].end())
+        await fleet.until(lambda status: device_of(status, "w0").state == "draining")
+        later = await fleet.client.generate("hello", max_tokens=2)
+        await leaving
+
+        assert (await reader.result()).completion_tokens == 40
+    assert [stage.worker_id for stage in later.pipeline] == ["w1"]
+
+
+async def test_a_standby_device_leaves_at_once_while_others_answer(store: Store, tmp_path: Path) -> None:
+    async with start_fleet(store, tmp_path, [SLOW], split="4") as fleet:
+        fleet.add_worker("w1")
+        await fleet.until(lambda status: len(status.devices) == 2)
+        reader = await start_stream(fleet)
+
+        await fleet.workers["w1"].end()
+
+        assert not reader.task.done()
+        reader.stream.cancel()
+        await asyncio.wait({reader.task})
+
+
+async def test_the_last_device_that_leaves_is_waited_for(store: Store, tmp_path: Path) -> None:
+    async with start_fleet(store, tmp_path, [HELD]) as fleet:
+        await fleet.workers["w0"].end()
+        status = await fleet.until(lambda status: not status.ready)
+        with pytest.raises(NotReady):
+            await fleet.client.generate("hello")
+
+        fleet.add_worker("w0")
+        await fleet.serving(1)
+
+    assert "w0 was lost" in status.waiting_for
+
+
+async def test_a_standby_device_that_leaves_disturbs_nobody(store: Store, tmp_path: Path) -> None:
+    async with start_fleet(store, tmp_path, [SLOW], split="4") as fleet:
+        fleet.add_worker("w1")
+        await fleet.until(lambda status: len(status.devices) == 2)
+        reader = await start_stream(fleet, max_tokens=40)
+
+        await fleet.workers["w1"].vanish()
+        await fleet.until(lambda status: len(status.devices) == 1)
+
+        assert (await reader.result()).completion_tokens == 40
+
+
+async def test_a_device_without_heartbeats_is_lost_when_its_lease_ends(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def be_silent(_: Agent, interval_s: float) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Agent, "_beat", be_silent)
+    async with start_fleet(store, tmp_path, [SLOW], lease_s=0.3, heartbeat_s=0.1) as fleet:
+        reader = await start_stream(fleet)
+
+        error = await reader.error()
+
+    assert isinstance(error, WorkerLost)
+    assert "no heartbeat for 0.3 s" in error.message
+
+
+# Devices that come
+
+
+async def test_a_device_that_joins_an_idle_fleet_gets_its_share(store: Store, tmp_path: Path) -> None:
+    async with start_fleet(store, tmp_path, [HELD]) as fleet:
+        before = await fleet.client.generate("hello", max_tokens=8, num_logprobs=2)
+
+        fleet.add_worker("w1")
+        await fleet.serving(2)
+        after = await fleet.client.generate("hello", max_tokens=8, num_logprobs=2)
+
+    assert [stage.worker_id for stage in after.pipeline] == ["w0", "w1"]
+    assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)
+
+
+async def test_a_device_that_joins_a_busy_fleet_waits_until_nobody_is_served(store: Store, tmp_path: Path) -> None:
+    async with start_fleet(store, tmp_path, [SLOW]) as fleet:
+        reader = await start_stream(fleet, max_tokens=60)
+
+        fleet.add_worker("w1", SLOW)
+        status = await fleet.until(lambda status: len(status.devices) == 2)
+        result = await reader.result()
+        await fleet.serving(2)
+
+    assert device_of(status, "w1").layers is None
+    assert (result.completion_tokens, len(result.pipeline)) == (60, 1)
+
+
+async def test_a_device_with_the_name_of_another_takes_its_place(store: Store, tmp_path: Path) -> None:
+    async with start_fleet(store, tmp_path, [SLOW]) as fleet:
+        earlier = fleet.workers["w0"]
+        reader = await start_stream(fleet)
+
+        fleet.add_worker("w0")
+        error = await reader.error()
+        await earlier.vanish()
+        status = await fleet.serving(1)
+
+    assert isinstance(error, WorkerLost)
+    assert [one.worker_id for one in status.devices] == ["w0"]
+
+
+async def test_a_device_that_has_no_share_any_more_gives_its_memory_back(store: Store, tmp_path: Path) -> None:
+    async with start_fleet(store, tmp_path, split="4", **QUICK_BEATS) as fleet:
+        fleet.add_worker("w1")
+        await fleet.until(lambda status: any(one.telemetry.weight_bytes > 0 for one in status.devices))
+
+        fleet.add_worker("w0")
+        status = await fleet.until(
+            lambda status: (
+                {one.worker_id: one.telemetry.weight_bytes > 0 for one in status.devices} == {"w0": True, "w1": False}
+            )
+        )
+
+    assert device_of(status, "w1").state == "standby"
+
+
+async def test_a_shard_that_is_replaced_while_it_is_fetched_is_given_up(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_chunks, is_stuck = membership._read_chunks, asyncio.Event()
+
+    async def stick_once(path: Path, offset: int) -> AsyncGenerator[bytes, None]:
+        if not is_stuck.is_set():
+            is_stuck.set()
+            await asyncio.Event().wait()
+        async for chunk in read_chunks(path, offset):
+            yield chunk
+
+    monkeypatch.setattr(membership, "_read_chunks", stick_once)
+    async with start_fleet(store, tmp_path) as fleet:
+        fleet.add_worker("w0")
+        await asyncio.wait_for(is_stuck.wait(), WAIT_S)
+        fleet.add_worker("w1")
+        await fleet.serving(2)
+        answer = await fleet.client.generate("hello", max_tokens=2)
+
+    assert answer.completion_tokens == 2
+    assert [path.name for path in tmp_path.rglob("*.part")] == []
+
+
+async def test_links_of_a_placement_that_is_over_are_given_up(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_dialling, may_dial = asyncio.Event(), asyncio.Event()
+
+    async def dial_slowly(address: str, hello: flow_pb2.Frame, timeout_s: float) -> SocketLink | None:
+        if hello.pipeline_id and not is_dialling.is_set():
+            is_dialling.set()
+            await may_dial.wait()
+        return await dial(address, hello, timeout_s)
+
+    monkeypatch.setattr("worker.dialing.dial", dial_slowly)
+    async with start_fleet(store, tmp_path, expect_workers=2) as fleet:
+        fleet.add_worker("w0")
+        fleet.add_worker("w1")
+        await asyncio.wait_for(is_dialling.wait(), WAIT_S)
+        fleet.add_worker("w2")
+        await fleet.until(
+            lambda status: {one.state for one in status.devices} >= {"loading"} and len(status.devices) == 3
+        )
+        may_dial.set()
+        await fleet.serving(3)
+        answer = await fleet.client.generate("hello", max_tokens=2)
+
+    assert answer.completion_tokens == 2
+
+
+async def test_a_worker_that_is_cut_off_again_and_again_leaves_no_threads(store: Store, tmp_path: Path) -> None:
+    far = make_device(is_emulated=True, link=LinkProfile(delay_ms=1.0))
+    async with start_fleet(store, tmp_path, [far]) as fleet:
+        for _ in range(3):
+            await fleet.restart_orchestrator()
+            await fleet.serving(1)
+        lines = [thread.name for thread in threading.enumerate() if thread.name in ("delay-line", "uplink")]
+
+    # One for what comes and one for what goes, and the reader.
+    assert sorted(lines) == ["delay-line", "delay-line", "uplink"]
+
+
+async def test_a_request_that_comes_while_layers_are_loaded_waits_for_them(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_chunks, may_go_on = membership._read_chunks, asyncio.Event()
+
+    async def read_slowly(path: Path, offset: int) -> AsyncGenerator[bytes, None]:
+        await may_go_on.wait()
+        async for chunk in read_chunks(path, offset):
+            yield chunk
+
+    monkeypatch.setattr(membership, "_read_chunks", read_slowly)
+    async with start_fleet(store, tmp_path) as fleet:
+        fleet.add_worker("w0")
+        await fleet.until(lambda status: any(one.state == "loading" for one in status.devices))
+        reader = Reader(fleet.client.stream("hello", max_tokens=2))
+        status = await fleet.client.status()
+        may_go_on.set()
+
+        assert (await reader.result()).completion_tokens == 2
+    assert (status.ready, status.waiting_for) == (False, "w0 to load")
+
+
+async def test_devices_join_again_when_their_orchestrator_was_restarted(store: Store, tmp_path: Path) -> None:
+    async with start_fleet(store, tmp_path, [HELD] * 2) as fleet:
+        before = await fleet.client.generate("hello", max_tokens=4)
+        await fleet.restart_orchestrator()
+        await fleet.serving(2)
+        after = await fleet.client.generate("hello", max_tokens=4)
+
+    assert after.token_ids == before.token_ids

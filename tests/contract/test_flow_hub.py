@@ -1,0 +1,328 @@
+"""The orchestrator's end of the data plane, by plain socket and by gRPC: who is let in, what goes where, who is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import grpc
+import pytest
+
+from orchestrator.flow import FlowHub
+from shoal import rpc
+from shoal.codec import MAX_FRAME_BYTES, FrameBuffer, pack_frame
+from shoal.errors import ConnectionFailed, InvalidRequest, ProtocolMismatch, ShoalError
+from shoal.types import PROTOCOL_VERSION, WorkerId
+from shoal.v1 import flow_pb2, flow_pb2_grpc
+from tests.support.peers import HOST, WAIT_S, make_frame, make_hello
+
+W0, W1 = WorkerId("w0"), WorkerId("w1")
+
+
+class Uplink(Protocol):
+    async def send(self, *frames: flow_pb2.Frame) -> None: ...
+
+    async def receive(self) -> flow_pb2.Frame | None:
+        """The next frame, None at the end."""
+
+    async def close(self) -> None: ...
+
+
+class SocketUplink:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self.writer = writer
+        self._buffer = FrameBuffer()
+        self._frames: list[flow_pb2.Frame] = []
+
+    async def send(self, *frames: flow_pb2.Frame) -> None:
+        self.writer.write(b"".join(pack_frame(frame) for frame in frames))
+        await self.writer.drain()
+
+    async def receive(self) -> flow_pb2.Frame | None:
+        while not self._frames:
+            chunk = await asyncio.wait_for(self._reader.read(1 << 16), WAIT_S)
+            if not chunk:
+                return None
+            self._frames += self._buffer.feed(chunk)
+        return self._frames.pop(0)
+
+    async def close(self) -> None:
+        self.writer.close()
+        await self.writer.wait_closed()
+
+
+class GrpcUplink:
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=rpc.CHANNEL_OPTIONS)
+        self._call = flow_pb2_grpc.FlowServiceStub(self._channel).Flow(timeout=WAIT_S)
+
+    async def send(self, *frames: flow_pb2.Frame) -> None:
+        for frame in frames:
+            await self._call.write(flow_pb2.FlowRequest(frame=frame))
+
+    async def receive(self) -> flow_pb2.Frame | None:
+        response = await self._call.read()
+        return response.frame if isinstance(response, flow_pb2.FlowResponse) else None
+
+    async def error(self) -> ShoalError:
+        """What the hub ended the call with."""
+        with pytest.raises(grpc.RpcError) as raised:
+            async for _ in self._call:
+                pass
+        return rpc.error_from_rpc(raised.value, HOST)
+
+    async def close(self) -> None:
+        await self._channel.close(None)
+
+
+class HubBench:
+    """A hub that listens both ways, and what it told its owners."""
+
+    def __init__(self) -> None:
+        self.frames: asyncio.Queue[flow_pb2.Frame] = asyncio.Queue()
+        self.lost: asyncio.Queue[tuple[WorkerId, str]] = asyncio.Queue()
+        self.hub = FlowHub(self.frames.put_nowait, lambda worker_id, why: self.lost.put_nowait((worker_id, why)))
+        self._server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+        self._opened: list[Uplink] = []
+        self._flow_port = self.socket_port = 0
+
+    async def start(self) -> None:
+        flow_pb2_grpc.add_FlowServiceServicer_to_server(self.hub, self._server)
+        self._flow_port = self._server.add_insecure_port(f"{HOST}:0")
+        await self._server.start()
+        self.socket_port = await self.hub.listen(HOST)
+
+    async def dial(self, kind: str) -> Uplink:
+        uplink: Uplink
+        if kind == "socket":
+            uplink = SocketUplink(*await asyncio.open_connection(HOST, self.socket_port))
+        else:
+            uplink = GrpcUplink(f"{HOST}:{self._flow_port}")
+        self._opened.append(uplink)
+        return uplink
+
+    async def join(self, kind: str, worker_id: WorkerId = W0, token: bytes | None = None) -> Uplink:
+        """An uplink that the hub has taken in."""
+        uplink = await self.dial(kind)
+        await uplink.send(make_hello(worker_id=worker_id, token=token or self.hub.expect(worker_id)))
+        await self.hub.connected(worker_id, WAIT_S)
+        return uplink
+
+    async def next_lost(self) -> tuple[WorkerId, str]:
+        return await asyncio.wait_for(self.lost.get(), WAIT_S)
+
+    async def next_frame(self) -> flow_pb2.Frame:
+        return await asyncio.wait_for(self.frames.get(), WAIT_S)
+
+    async def close(self) -> None:
+        for uplink in self._opened:
+            await uplink.close()
+        await self.hub.stop()
+        await self._server.stop(None)
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[HubBench]:
+    bench = HubBench()
+    await bench.start()
+    yield bench
+    await bench.close()
+
+
+both = pytest.mark.parametrize("kind", ["socket", "grpc"])
+ours = [make_frame(step, to_stage=-1) for step in range(3)]
+
+
+@both
+async def test_frames_for_the_orchestrator_come_in_order(bench: HubBench, kind: str) -> None:
+    uplink = await bench.join(kind)
+
+    await uplink.send(*ours)
+
+    assert [await bench.next_frame() for _ in ours] == ours
+
+
+@both
+async def test_frames_that_follow_the_hello_at_once_are_not_lost(bench: HubBench, kind: str) -> None:
+    uplink = await bench.dial(kind)
+
+    await uplink.send(make_hello(token=bench.hub.expect(W0)), *ours)
+
+    assert [await bench.next_frame() for _ in ours] == ours
+
+
+@both
+async def test_frames_for_a_worker_come_in_order(bench: HubBench, kind: str) -> None:
+    uplink = await bench.join(kind)
+    frames = [make_frame(step, num_bytes=100_000) for step in range(20)]
+
+    for frame in frames:
+        bench.hub.send(W0, frame)
+
+    assert [await uplink.receive() for _ in frames] == frames
+
+
+@pytest.mark.parametrize(("sender", "receiver"), [("socket", "socket"), ("socket", "grpc"), ("grpc", "socket")])
+async def test_frames_between_stages_are_relayed_in_order(bench: HubBench, sender: str, receiver: str) -> None:
+    first, second = await bench.join(sender, W0), await bench.join(receiver, W1)
+    bench.hub.routes = {0: W0, 1: W1}
+    frames = [make_frame(step, to_stage=1, num_bytes=10_000) for step in range(20)]
+
+    await first.send(*frames)
+
+    assert [await second.receive() for _ in frames] == frames
+    assert bench.frames.empty()
+
+
+@both
+async def test_a_frame_for_a_stage_nobody_holds_is_dropped(bench: HubBench, kind: str) -> None:
+    uplink = await bench.join(kind)
+
+    await uplink.send(make_frame(1, to_stage=5), ours[0])
+
+    assert await bench.next_frame() == ours[0]
+
+
+async def test_a_frame_for_a_worker_without_a_link_is_dropped(bench: HubBench) -> None:
+    bench.hub.send(W0, make_frame(1))
+    bench.hub.expect(W0)
+    bench.hub.send(W0, make_frame(1))
+
+
+def refused_hellos(token: bytes) -> dict[str, flow_pb2.Frame]:
+    return {
+        "wrong token": make_hello(token=b"x" * 16),
+        "empty token": make_hello(token=b""),
+        "token of another": make_hello(worker_id="w1", token=token),
+        "wrong version": make_hello(token=token, version=PROTOCOL_VERSION + 1),
+        "no hello": make_frame(1, to_stage=-1),
+    }
+
+
+@pytest.mark.parametrize("name", refused_hellos(b""))
+async def test_a_socket_without_the_right_hello_is_hung_up_on(bench: HubBench, name: str) -> None:
+    bench.hub.expect(W1)
+    uplink = await bench.dial("socket")
+
+    await uplink.send(refused_hellos(bench.hub.expect(W0))[name], *ours)
+
+    assert await uplink.receive() is None
+    assert bench.frames.empty()
+    assert bench.lost.empty()
+
+
+@pytest.mark.parametrize("name", refused_hellos(b""))
+async def test_a_stream_without_the_right_hello_is_refused(bench: HubBench, name: str) -> None:
+    bench.hub.expect(W1)
+    uplink = await bench.dial("grpc")
+    assert isinstance(uplink, GrpcUplink)
+
+    await uplink.send(refused_hellos(bench.hub.expect(W0))[name])
+
+    is_other_version = name in ("wrong version", "no hello")
+    assert isinstance(await uplink.error(), ProtocolMismatch if is_other_version else InvalidRequest)
+    assert bench.lost.empty()
+
+
+async def test_a_socket_that_sends_garbage_is_hung_up_on(bench: HubBench) -> None:
+    uplink = await bench.dial("socket")
+    assert isinstance(uplink, SocketUplink)
+
+    uplink.writer.write(struct.pack("<I", MAX_FRAME_BYTES + 1))
+
+    assert await uplink.receive() is None
+
+
+async def test_garbage_after_the_hello_loses_the_worker(bench: HubBench) -> None:
+    uplink = await bench.join("socket")
+    assert isinstance(uplink, SocketUplink)
+
+    uplink.writer.write(struct.pack("<I", MAX_FRAME_BYTES + 1))
+
+    assert (await bench.next_lost())[0] == W0
+
+
+@both
+async def test_the_newest_link_of_a_worker_wins_and_the_earlier_is_closed(bench: HubBench, kind: str) -> None:
+    token = bench.hub.expect(W0)
+    earlier = await bench.join(kind, token=token)
+    newest = await bench.join(kind, token=token)
+    await newest.send(ours[0])
+    assert await bench.next_frame() == ours[0]
+
+    bench.hub.send(W0, make_frame(7))
+
+    assert await newest.receive() == make_frame(7)
+    assert await earlier.receive() is None
+    assert bench.lost.empty()
+
+
+@both
+async def test_a_new_token_closes_the_link_of_the_old_one_without_a_loss(bench: HubBench, kind: str) -> None:
+    earlier = await bench.join(kind)
+
+    await bench.join(kind)
+
+    assert await earlier.receive() is None
+    assert bench.lost.empty()
+
+
+@both
+async def test_a_link_that_ends_is_told_once(bench: HubBench, kind: str) -> None:
+    uplink = await bench.join(kind)
+
+    await uplink.close()
+
+    assert (await bench.next_lost())[0] == W0
+    bench.hub.forget(W0)
+    other = await bench.join(kind, W1)
+    await other.close()
+    assert (await bench.next_lost())[0] == W1
+
+
+@both
+async def test_a_worker_that_is_forgotten_is_hung_up_on_without_a_loss(bench: HubBench, kind: str) -> None:
+    uplink = await bench.join(kind)
+
+    bench.hub.forget(W0)
+
+    assert await uplink.receive() is None
+    assert bench.lost.empty()
+
+
+async def test_the_token_of_a_forgotten_worker_is_worth_nothing(bench: HubBench) -> None:
+    token = bench.hub.expect(W0)
+    bench.hub.forget(W0)
+    uplink = await bench.dial("socket")
+
+    await uplink.send(make_hello(token=token))
+
+    assert await uplink.receive() is None
+
+
+async def test_a_worker_that_opens_no_link_in_time_is_a_clear_error(bench: HubBench) -> None:
+    bench.hub.expect(W0)
+
+    with pytest.raises(ConnectionFailed, match=r"w0 attached but opened no link within 0\.01 s"):
+        await bench.hub.connected(W0, 0.01)
+
+
+async def test_tokens_are_drawn_anew_for_each_worker(bench: HubBench) -> None:
+    tokens = {bench.hub.expect(worker_id) for worker_id in (W0, W1, W0)}
+
+    assert len(tokens) == 3
+    assert {len(token) for token in tokens} == {16}
+
+
+async def test_a_hub_that_stops_hangs_up_on_those_that_said_nothing(bench: HubBench) -> None:
+    reader, writer = await asyncio.open_connection(HOST, bench.socket_port)
+    # One that has said who it is came after it, so the silent one is known too.
+    await bench.join("socket")
+
+    await bench.hub.stop()
+
+    assert await asyncio.wait_for(reader.read(1), WAIT_S) == b""
+    writer.close()
