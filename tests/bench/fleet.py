@@ -1,0 +1,139 @@
+"""A fleet under measurement: real processes of equal boxes without emulation, and a client that times what it gets.
+
+Owns the fleet's processes and the client's event loop. What is asked for, and what the times mean, is the figures'.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from launch.local import LocalFleet
+from shoal.client import AsyncClient
+from shoal.config import OrchestratorConfig, WorkerConfig
+from shoal.status import FleetStatus
+from shoal.types import DeviceProfile, LinkProfile, QosClass
+from tests.bench.machine import LoadMeter
+from tests.bench.pairs import Load
+
+BOX = DeviceProfile(name="box", kind="box", memory_bytes=4096 * 2**20)
+READY_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTimes:
+    """When a request was sent and when each token of the answer came, on one clock. server_ttft_ms: by the server's."""
+
+    sent_at: float
+    token_at: tuple[float, ...]
+    server_ttft_ms: float
+
+    @property
+    def ttft_s(self) -> float:
+        return self.token_at[0] - self.sent_at
+
+    def tokens_per_s(self, skip: int) -> float:
+        """The rate after the first `skip` tokens."""
+        return (len(self.token_at) - skip) / (self.token_at[-1] - self.token_at[skip - 1])
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Streams that ran at the same time. client_s, orchestrator_s: processor time that both took for them."""
+
+    streams: tuple[StreamTimes, ...]
+    load: Load
+    client_s: float
+    orchestrator_s: float
+
+    @property
+    def cpu_ms(self) -> dict[str, float]:
+        """Processor time a token; of the whole request, its prompt included."""
+        num_tokens = sum(len(stream.token_at) for stream in self.streams)
+        return {
+            "client_cpu_ms": 1e3 * self.client_s / num_tokens,
+            "orchestrator_cpu_ms": 1e3 * self.orchestrator_s / num_tokens,
+        }
+
+    def shared_tokens_per_s(self, skip: int) -> float:
+        """The rate of all streams together, from when each had `skip` tokens until the first ended."""
+        start = max(stream.token_at[skip - 1] for stream in self.streams)
+        stop = min(stream.token_at[-1] for stream in self.streams)
+        count = sum(start < at <= stop for stream in self.streams for at in stream.token_at)
+        return count / (stop - start)
+
+
+class System:
+    """A running fleet and its client."""
+
+    def __init__(self, fleet: LocalFleet, runner: asyncio.Runner, also_ours: Sequence[int]) -> None:
+        self._runner = runner
+        self._client = AsyncClient(fleet.address)
+        self.process_ids = [child.process.pid for child in fleet.children]
+        self._client_process, self._orchestrator = psutil.Process(), psutil.Process(self.process_ids[0])
+        self.meter = LoadMeter([*self.process_ids, *also_ours])
+
+    def ask(self, prompts: Sequence[Sequence[int]], max_tokens: int, qos: QosClass = QosClass.BALANCED) -> Measured:
+        """Ask for greedy answers of exactly max_tokens to all prompts at once."""
+
+        async def ask_all() -> list[StreamTimes]:
+            return await asyncio.gather(*(self._time(prompt, max_tokens, qos) for prompt in prompts))
+
+        before = _cpu_s(self._client_process), _cpu_s(self._orchestrator)
+        self.meter.start()
+        streams = self._runner.run(ask_all())
+        load = self.meter.stop()
+        client_s, orchestrator_s = _cpu_s(self._client_process) - before[0], _cpu_s(self._orchestrator) - before[1]
+        return Measured(tuple(streams), load, client_s, orchestrator_s)
+
+    async def _time(self, prompt: Sequence[int], max_tokens: int, qos: QosClass) -> StreamTimes:
+        token_at: list[float] = []
+        sent_at = time.perf_counter()
+        stream = self._client.stream(prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True, qos_class=qos)
+        async for delta in stream:
+            token_at.extend([time.perf_counter()] * len(delta.token_ids))
+        return StreamTimes(sent_at, tuple(token_at), stream.result.ttft_ms)
+
+    def status(self) -> FleetStatus:
+        return self._runner.run(self._client.status())
+
+    def wait(self, seconds: float) -> None:
+        self._runner.run(asyncio.sleep(seconds))
+
+    def close(self) -> None:
+        self._runner.run(self._client.close())
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+@contextmanager
+def running(
+    home: Path,
+    model: str,
+    *,
+    num_workers: int,
+    also_ours: Sequence[int],
+    link: LinkProfile | None = None,
+    **options: Any,
+) -> Iterator[System]:
+    """Run a fleet until the block ends; options are OrchestratorConfig's. also_ours: processes that are not other load."""
+    config = OrchestratorConfig(port=0, home=home, model=model, drain_s=1.0, **options)
+    profile = BOX if link is None else replace(BOX, link=link, is_emulated=True)
+    worker = WorkerConfig(use_sockets=config.use_sockets)
+    with LocalFleet(config, [profile] * num_workers, worker=worker) as fleet, asyncio.Runner() as runner:
+        fleet.wait_ready(READY_TIMEOUT_S)
+        system = System(fleet, runner, also_ours)
+        try:
+            yield system
+        finally:
+            system.close()

@@ -1,0 +1,113 @@
+"""Runs the benchmark: `python -m tests.bench.run [--only NAME] [--out PATH] [--quick]`.
+
+Composes fleets, figures and the report. Everything it starts is stopped again, also when it fails or is told to end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from modelstore.pull import pull
+from modelstore.store import ModelStore
+from shoal.config import OrchestratorConfig, default_home
+from shoal.errors import ShoalError
+from tests.bench import decode, links, machine, prefill, processes
+from tests.bench.baseline_process import BaselineProcess
+from tests.bench.context import Bench
+from tests.bench.figures import GOALS, Figure
+from tests.bench.fleet import System
+from tests.bench.report import Report, to_markdown, write
+
+RESULTS = Path("docs/results/bench.json")
+# Not a figure: sockets against gRPC, and the breakdown of a token.
+TRANSPORTS = "transports"
+NAMES = (*GOALS, TRANSPORTS)
+
+# On the fleet of two stages, in this order: the hop is read while only single streams have been decoded.
+TWO_STAGES: dict[str, Callable[[Bench, System], list[Figure]]] = {
+    "two_stages_shared": decode.two_stages_shared,
+    "two_stages_solo": decode.two_stages_solo,
+    "first_token": prefill.first_token,
+    "prefill": prefill.prefill,
+    "sixteen_streams": decode.sixteen_streams,
+}
+
+
+def measure(bench: Bench, wanted: frozenset[str]) -> Iterator[Figure]:
+    """Measure what is wanted, fleet by fleet; figures that come along are given too."""
+    found: list[processes.Footprint] = []
+    if wanted & {"one_worker", "memory"}:
+        with bench.one_worker() as system:
+            if "one_worker" in wanted:
+                yield from decode.one_worker(bench, system)
+            if "memory" in wanted:
+                found += processes.footprints(bench, system)
+    two_stages = [name for name in TWO_STAGES if name in wanted or (name == "two_stages_shared" and "hop" in wanted)]
+    if two_stages or "memory" in wanted:
+        with bench.two_stages("two-stages") as system:
+            for name in two_stages:
+                bench.say(f"measuring {name}")
+                yield from TWO_STAGES[name](bench, system)
+            if "memory" in wanted:
+                found += processes.footprints(bench, system)
+    if found:
+        yield from processes.memory(found)
+    for name, measure_alone in (("burst", links.burst), (TRANSPORTS, links.transports), ("start", processes.start)):
+        if name in wanted:
+            bench.say(f"measuring {name}")
+            yield from measure_alone(bench)
+
+
+def main() -> None:
+    options = _parse(sys.argv[1:])
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    started, home = time.monotonic(), default_home()
+    model = OrchestratorConfig().model
+    pull(ModelStore(home), model)
+    figures: list[Figure] = []
+    failure = ""
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder, BaselineProcess(home, model) as baseline:
+        bench = Bench(home, Path(folder), model, baseline, _say, quick=options.quick)
+        try:
+            for figure in measure(bench, frozenset(options.only or NAMES)):
+                _say(f"{figure.name}: {figure.value} {figure.goal.unit} ({figure.verdict}; {figure.note})")
+                figures.append(figure)
+        except ShoalError as error:
+            failure = error.message
+    figures.sort(key=lambda one: list(GOALS).index(one.name))
+    command = shlex.join(["python", "-m", "tests.bench.run", *sys.argv[1:]])
+    report = Report(machine.describe(), command, time.monotonic() - started, figures, bench.notes, bench.tables)
+    _say(to_markdown(report).partition("\n## Every measurement")[0])
+    if failure:
+        sys.exit(f"the run ended early, nothing is written: {failure}")
+    # A part of a run, or a run with short measurements, is no result to keep.
+    out = options.out or (None if options.only or options.quick else RESULTS)
+    if out is not None:
+        write(report, out)
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.run", description="Measure Shoal on this machine.")
+    parser.add_argument("--only", action="append", choices=NAMES, help="measure this only; may be given again")
+    parser.add_argument("--out", type=Path, help=f"JSON file of the results (default {RESULTS}, for a whole run)")
+    parser.add_argument("--quick", action="store_true", help="one short pair a figure, to see that it works")
+    return parser.parse_args(arguments)
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
