@@ -208,6 +208,7 @@ def to_toml(profile: DeviceProfile) -> str:
         "speed": profile.speed,
         "threads": profile.num_threads,
         "max_batch": profile.max_batch,
+        "poll_ms": profile.poll_ms,
         "allow_direct_links": profile.allow_direct_links,
         "emulated": profile.is_emulated,
     }

@@ -52,6 +52,7 @@ _RULES = {
     "speed": _Rule((int, float), "a number above 0 and at most 100", lambda speed: 0.0 < speed <= 100.0),
     "threads": _Rule((int,), "a whole number, or 0 for all cores of this machine", lambda count: 0 <= count <= 1024),
     "max_batch": _Rule((int,), "a whole number from 1 to 1024", lambda rows: 1 <= rows <= 1024),
+    "poll_ms": _Rule((int, float), "a number of milliseconds from 0 to 100", lambda poll: 0.0 <= poll <= 100.0),
     "allow_direct_links": _Rule((bool,), "true or false", lambda _: True),
     "emulated": _Rule((bool,), "true or false", lambda _: True),
 }
@@ -141,6 +142,7 @@ def _build(content: Mapping[str, Any], link: Mapping[str, Any], measure: Callabl
         speed=float(content.get("speed", 1.0)),
         num_threads=num_threads,
         max_batch=content.get("max_batch", 16),
+        poll_ms=float(content.get("poll_ms", 0.0)),
         allow_direct_links=content.get("allow_direct_links", True),
         link=LinkProfile(float(link.get("delay_ms", 0.0)), float(link.get("rate_mbit_s", 0.0))),
         is_emulated=content.get("emulated", False),

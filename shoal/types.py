@@ -119,7 +119,8 @@ class DeviceProfile:
     """What a device is able to hold and how fast it is: declared, and enforced where it is emulated.
 
     memory_bytes: weights, KV and workspace together. speed: relative to the unhindered machine (an emulated device with
-    speed 0.5 takes twice as long for its compute). num_threads: intra-op threads.
+    speed 0.5 takes twice as long for its compute). num_threads: intra-op threads. poll_ms: the most that the compute thread
+    may poll for a step it expects, instead of sleeping; 0 saves energy.
     """
 
     name: str
@@ -128,6 +129,7 @@ class DeviceProfile:
     speed: float = 1.0
     num_threads: int = 1
     max_batch: int = 16
+    poll_ms: float = 0.0
     allow_direct_links: bool = True
     link: LinkProfile = LinkProfile()
     is_emulated: bool = False

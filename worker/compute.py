@@ -11,6 +11,7 @@ import logging
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import assert_never
 from shoal.errors import ConnectionFailed, InternalError, ShoalError
 from shoal.types import DeviceProfile
 from shoal.v1 import flow_pb2
+from worker.anticipation import Anticipation
 from worker.emulation import SlowDown
 from worker.inbox import Inbox, SocketClosed
 from worker.links import Link
@@ -26,6 +28,9 @@ from worker.shard import Shard, open_shard
 from worker.stage import ORCHESTRATOR, StageRunner, StageSpec
 
 logger = logging.getLogger(__name__)
+
+# With more rows, other batches fill the wait.
+LONE_ROWS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +121,8 @@ class Compute:
         self._stages: dict[str, _Loaded] = {}
         self._uplink = SetUplink(None)
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
+        self._anticipation = Anticipation(profile.poll_ms / 1e3)
+        self._expects_step = False
         self.kv_bytes = 0
 
     def start(self) -> None:
@@ -132,14 +139,25 @@ class Compute:
 
     def _run(self) -> None:
         while True:
-            item = self._inbox.get()
+            item = self._next()
             if isinstance(item, Stop):
                 break
             self._supervise(item)
+            self._expects_step = _is_lone_burst(item)
         for pipeline_id in list(self._stages):
             self._unload(pipeline_id)
         self._set_uplink(SetUplink(None))
         self._inbox.close()
+
+    def _next(self) -> Command | flow_pb2.Frame | SocketClosed:
+        """Wait for what comes next; awake, if the device may and a step of a lone stream's burst is to come round."""
+        if not self._expects_step:
+            return self._inbox.get()
+        started = time.monotonic()
+        item = self._inbox.get(self._anticipation.plan())
+        if _is_lone_burst(item):
+            self._anticipation.observe(time.monotonic() - started)
+        return item
 
     def _supervise(self, item: Command | flow_pb2.Frame | SocketClosed) -> None:
         try:
@@ -246,3 +264,8 @@ class Compute:
             link.send(frame)
         except ConnectionFailed as error:
             self._notify(LinkBroke(spec.pipeline_id, spec.epoch, f"to stage {frame.to_stage}: {error.message}"))
+
+
+def _is_lone_burst(item: object) -> bool:
+    """Whether more steps of one or two streams follow without the orchestrator: the wait for them is idle and regular."""
+    return isinstance(item, flow_pb2.Frame) and item.step.burst_steps > 0 and len(item.step.rows) <= LONE_ROWS

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import selectors
 import socket
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -15,6 +16,7 @@ from typing import Generic, TypeVar
 from shoal.codec import FrameBuffer
 from shoal.errors import ProtocolMismatch
 from shoal.v1 import flow_pb2
+from worker.anticipation import Wait
 
 T = TypeVar("T")
 _READ_BYTES = 1 << 20
@@ -65,16 +67,20 @@ class Inbox(Generic[T]):
         if connection.fileno() >= 0 and connection in self._selector.get_map():
             self._selector.unregister(connection)
 
-    def get(self) -> T | flow_pb2.Frame | SocketClosed:
-        """Wait for the next item, frame, or end of a socket; what came over sockets goes first."""
-        while True:
-            has_items = bool(self._ready or self._posted)
-            for key, _ in self._selector.select(0 if has_items else None):
-                self._read(key)
-            if self._ready:
-                return self._ready.popleft()
-            if self._posted:
-                return self._posted.popleft()
+    def get(self, wait: Wait | None = None) -> T | flow_pb2.Frame | SocketClosed:
+        """Wait, as told, for the next item, frame, or end of a socket; what came over sockets goes first."""
+        self._look(0 if self._ready or self._posted else None if wait is None else wait.sleep_s)
+        if wait is not None:
+            deadline = time.monotonic() + wait.poll_s
+            while not (self._ready or self._posted) and time.monotonic() < deadline:
+                self._look(0)
+        while not (self._ready or self._posted):
+            self._look(None)
+        return self._ready.popleft() if self._ready else self._posted.popleft()
+
+    def _look(self, timeout_s: float | None) -> None:
+        for key, _ in self._selector.select(timeout_s):
+            self._read(key)
 
     def close(self) -> None:
         self._selector.close()

@@ -21,7 +21,7 @@ class SchedulerLimits:
 
     kv_tokens: for all slots together. max_batch: decode rows of a batch. chunk_tokens: tokens of a batch. burst_steps:
     decode steps of one grant, the first included. min_rows: batches are not made smaller than this for the sake of
-    having more of them. burst_always: also with many streams (links slower than the stages).
+    having more of them.
     """
 
     num_stages: int
@@ -33,7 +33,6 @@ class SchedulerLimits:
     max_waiting: int = 256
     burst_steps: int = 16
     min_rows: int = 4
-    burst_always: bool = False
 
     def __post_init__(self) -> None:
         checks = (

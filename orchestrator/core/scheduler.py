@@ -18,9 +18,10 @@ from orchestrator.core.slots import SlotPool
 from shoal.errors import Overloaded
 from shoal.types import FinishReason, NumericClass, SequenceId, SlotId
 
-# With more streams than this, micro-batches hide the links better than bursts do (measured: a burst saves one hop of a
-# token, which only counts when nothing else fills the stages).
-MAX_BURST_SEQUENCES = 2
+# With more streams than this, bursts are short: who comes new waits for their end, and they gain less. They still spare each
+# micro-batch the way through the orchestrator, which is a bubble where stages are about equally fast.
+FEW_SEQUENCES = 2
+MANY_BURST_STEPS = 4
 # Attention takes query rows in blocks; measured sizes (32 at head size 16, 128 at 64) are multiples of this.
 ATTENTION_BLOCK = 16
 DEFAULT_RETRY_AFTER_S = 1.0
@@ -254,9 +255,8 @@ class Scheduler:
         num_prefill = self.num_running - sum(self._num_decoding.values())
         if not decoding or self._waiting or num_prefill:
             return 0
-        if self.num_running > MAX_BURST_SEQUENCES and not self.limits.burst_always:
-            return 0
-        return min(self.limits.burst_steps, *(sequence.num_output_left for sequence in decoding)) - 1
+        most = self.limits.burst_steps if self.num_running <= FEW_SEQUENCES else MANY_BURST_STEPS
+        return min(most, self.limits.burst_steps, *(sequence.num_output_left for sequence in decoding)) - 1
 
     def _take_chunks(self, room: int, now: float) -> list[BatchRow]:
         """Fill `room` tokens with prefill chunks in order of arrival; admits the waiting as their turn comes."""

@@ -23,7 +23,8 @@ from shoal.types import DeviceProfile, LinkProfile, QosClass
 from tests.bench.machine import LoadMeter
 from tests.bench.pairs import Load
 
-BOX = DeviceProfile(name="box", kind="box", memory_bytes=4096 * 2**20)
+# A box on mains power, which waits awake as the shipped `host` does.
+BOX = DeviceProfile(name="box", kind="box", memory_bytes=4096 * 2**20, poll_ms=10.0)
 READY_TIMEOUT_S = 30.0
 
 

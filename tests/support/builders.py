@@ -50,7 +50,6 @@ def make_limits(
     max_waiting: int = 256,
     burst_steps: int = 1,
     min_rows: int = 4,
-    burst_always: bool = False,
 ) -> SchedulerLimits:
     """Limits of a small pipeline; bursts are off unless asked for."""
     return SchedulerLimits(
@@ -63,7 +62,6 @@ def make_limits(
         max_waiting=max_waiting,
         burst_steps=burst_steps,
         min_rows=min_rows,
-        burst_always=burst_always,
     )
 
 

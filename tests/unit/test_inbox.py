@@ -11,6 +11,7 @@ import pytest
 
 from shoal.codec import MAX_FRAME_BYTES, pack_frame
 from shoal.v1 import flow_pb2
+from worker.anticipation import Wait
 from worker.inbox import Inbox, SocketClosed
 
 WAIT_S = 10.0
@@ -196,3 +197,13 @@ def test_a_new_socket_with_the_number_of_a_removed_one_starts_afresh(inbox: Inbo
         theirs.sendall(pack_frame(make_frame(3)))
 
         assert inbox.get() == make_frame(3)
+
+
+def test_waiting_awake_finds_items_and_frames_and_falls_asleep_in_the_end(inbox: Inbox[str]) -> None:
+    inbox.post("early")
+    assert inbox.get(Wait(sleep_s=0.0, poll_s=0.0)) == "early"
+
+    later = threading.Timer(0.02, inbox.post, ["late"])
+    later.start()
+    assert inbox.get(Wait(sleep_s=0.001, poll_s=0.001)) == "late"
+    later.join()

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.core.limits import SchedulerLimits
-from orchestrator.core.scheduler import Batch, BatchRow, Emitted, EndedSequence, SampledId, Scheduler
+from orchestrator.core.scheduler import (
+    MANY_BURST_STEPS,
+    Batch,
+    BatchRow,
+    Emitted,
+    EndedSequence,
+    SampledId,
+    Scheduler,
+)
 from orchestrator.core.sequence import Sequence, SequenceState
 from shoal.errors import ContextExceeded, Overloaded
 from shoal.types import FinishReason, NumericClass, SequenceId, SlotId
@@ -288,9 +296,9 @@ class TestBurst:
         assert ids(prefill) == [9]
         assert schedule_all(scheduler)[0].burst_steps == 0
 
-    @pytest.mark.parametrize(("burst_always", "burst_steps"), [(False, 0), (True, 15)])
-    def test_more_than_two_streams_get_bursts_only_on_slow_links(self, burst_always: bool, burst_steps: int) -> None:
-        scheduler = decoding(make_limits(burst_steps=16, burst_always=burst_always), SHARED, SHARED, SHARED)
+    @pytest.mark.parametrize(("allowed", "burst_steps"), [(16, MANY_BURST_STEPS - 1), (2, 1), (1, 0)])
+    def test_more_than_two_streams_get_short_bursts(self, allowed: int, burst_steps: int) -> None:
+        scheduler = decoding(make_limits(burst_steps=allowed), SHARED, SHARED, SHARED)
         assert schedule_all(scheduler)[0].burst_steps == burst_steps
 
     def test_tokens_of_a_burst_come_step_by_step_and_free_the_credit_at_the_end(self) -> None:

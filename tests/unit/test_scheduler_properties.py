@@ -69,7 +69,6 @@ limits_strategy = st.builds(
     max_waiting=st.just(64),
     burst_steps=st.integers(1, 6),
     min_rows=st.integers(1, 4),
-    burst_always=st.booleans(),
 )
 
 
