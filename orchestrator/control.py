@@ -18,7 +18,7 @@ from typing import Any
 from modelstore.manifest import Manifest
 from orchestrator.core.fleet import Fleet, Member, WorkerState
 from orchestrator.core.limits import SchedulerLimits
-from orchestrator.core.placement import Placement, place
+from orchestrator.core.placement import Placement, check_split, place
 from orchestrator.engine import Engine
 from orchestrator.flow import FlowHub
 from orchestrator.pipeline import Pipeline, StageMember
@@ -95,7 +95,7 @@ class Control:
         self._hub = hub
         self._engine = engine
         self._set_serving = set_serving
-        self._split = _parse_split(config.split)
+        self._split = _parse_split(config.split, manifest.config.num_layers)
         self._footprint = footprint(manifest)
         self._fleet = Fleet(lease_s=config.lease_s)
         self._sessions: dict[WorkerId, WorkerSession] = {}
@@ -415,13 +415,15 @@ class Control:
         return device_status(member, session.hello, link_to_next, session.execution_provider, self._engine)
 
 
-def _parse_split(text: str) -> list[int] | None:
+def _parse_split(text: str, num_layers: int) -> list[int] | None:
     if not text:
         return None
     try:
-        return [int(part) for part in text.split(",")]
+        split = [int(part) for part in text.split(",")]
     except ValueError as error:
         raise ConfigError(f"split = {text!r} is not a list of layer counts such as 12,10,8", field="split") from error
+    check_split(split, num_layers)
+    return split
 
 
 def _address(hello: fleet_pb2.Hello) -> fleet_pb2.StageAddress:

@@ -30,6 +30,8 @@ from shoal.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grp
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_TOKENS = 256
+# Encoding more than this takes milliseconds, which others' tokens would wait for.
+LONG_REQUEST_BYTES = 16 << 10
 MAX_STOPS = 8
 MAX_STOP_CHARS = 256
 MAX_REQUEST_ID_CHARS = 128
@@ -100,7 +102,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def _admit(self, request: inference_pb2.GenerateRequest, accepted_at: float) -> _Served:
         if self.is_draining:
             raise NotReady("this orchestrator is shutting down; ask another or try again later", retry_after_s=5.0)
-        sequence = self._to_sequence(request, accepted_at)
+        sequence = await self._to_sequence(request, accepted_at)
         text = TextStream(self._tokenizer, _checked_stops(request.stop))
         request_id = _checked_request_id(request.request_id)
         pipeline = await self._control.wait_serving()
@@ -108,7 +110,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         logger.info("request_accepted request_id=%s prompt_tokens=%d", request_id, len(sequence.prompt_token_ids))
         return _Served(request_id, answer, pipeline.members, text, accepted_at)
 
-    def _to_sequence(self, request: inference_pb2.GenerateRequest, now: float) -> AnswerSequence:
+    async def _to_sequence(self, request: inference_pb2.GenerateRequest, now: float) -> AnswerSequence:
         if request.model not in ("", self._manifest.name):
             raise ModelNotFound(
                 f"model {request.model!r} is not served here; {self._manifest.name!r} is", field="model"
@@ -119,9 +121,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if max_tokens < 1:
             raise InvalidRequest("max_tokens", f"{max_tokens} is out of range; it must be at least 1")
         qos = rpc.qos_from_proto(request.qos_class)
+        if request.ByteSize() > LONG_REQUEST_BYTES:
+            token_ids = await asyncio.to_thread(self._prompt_token_ids, request)
+        else:
+            token_ids = self._prompt_token_ids(request)
         return AnswerSequence(
             sequence_id=self._engine.new_sequence_id(),
-            prompt_token_ids=tuple(self._prompt_token_ids(request)),
+            prompt_token_ids=tuple(token_ids),
             sampling=sampling,
             max_tokens=max_tokens,
             stop_ids=frozenset() if request.ignore_eos else self._tokenizer.stop_ids,

@@ -32,8 +32,8 @@ class DeviceStatus:
 
     @property
     def used_bytes(self) -> int:
-        """What counts against the device's memory budget: weights and KV."""
-        return self.telemetry.weight_bytes + self.telemetry.kv_bytes
+        """What counts against the device's memory budget: all the worker has resident, weights, KV and the rest."""
+        return self.telemetry.rss_bytes
 
 
 @dataclass(frozen=True, slots=True)

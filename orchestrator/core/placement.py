@@ -120,7 +120,7 @@ def place(
     least = round_up_to_page(min(MIN_CONTEXT_TOKENS, context_tokens))
     most = num_slots * round_up_to_page(context_tokens)
     if split is not None:
-        _check_split(split, model.num_layers)
+        check_split(split, model.num_layers)
     if not workers:
         raise PlacementImpossible("no worker has joined yet: start one with `shoal worker --join HOST:PORT`")
     if split is None:
@@ -191,7 +191,8 @@ def _stages_from(
         yield stop, time
 
 
-def _check_split(split: Sequence[int], num_layers: int) -> None:
+def check_split(split: Sequence[int], num_layers: int) -> None:
+    """Raise ConfigError if a split can never share so many layers."""
     shown = ",".join(str(count) for count in split)
     if any(count < 0 for count in split):
         raise ConfigError(f"split {shown} has a negative number of layers", field="split")

@@ -15,9 +15,12 @@ import pytest
 import pytest_asyncio
 
 from orchestrator import control, membership
+from orchestrator.app import Orchestrator
 from orchestrator.core.limits import SchedulerLimits
 from shoal import AsyncClient, rpc
+from shoal.config import OrchestratorConfig
 from shoal.errors import (
+    ConfigError,
     ConnectionFailed,
     ContextExceeded,
     InvalidRequest,
@@ -30,7 +33,7 @@ from shoal.errors import (
 from shoal.status import FleetStatus
 from shoal.types import PROTOCOL_VERSION, DeviceProfile
 from shoal.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
-from tests.support.fleet import LocalFleet, make_device, start_fleet
+from tests.support.fleet import MODEL, LocalFleet, make_device, start_fleet
 from tests.support.shards import TinyModel, make_tokens
 from worker import agent
 from worker.emulation import check_fits
@@ -348,9 +351,11 @@ async def test_a_port_that_is_taken_is_a_clear_error(fleet: LocalFleet, fleet_mo
             await second.orchestrator.end_of_itself()
 
 
-async def test_a_split_of_another_number_of_layers_is_told(fleet_model: TinyModel, tmp_path: Path) -> None:
-    async with start_fleet(fleet_model.store.root, tmp_path, split="2,3") as odd:
-        odd.add_worker("w0")
-        status = await odd.until(lambda status: "split" in status.waiting_for)
+@pytest.mark.parametrize(("split", "message"), [("2,3", "shares 5 layers, the model has 4"), ("2;2", "not a list")])
+async def test_a_split_that_can_never_work_is_refused_at_the_start(
+    fleet_model: TinyModel, split: str, message: str
+) -> None:
+    config = OrchestratorConfig(home=fleet_model.store.root, model=MODEL, split=split)
 
-    assert "shares 5 layers, the model has 4" in status.waiting_for
+    with pytest.raises(ConfigError, match=message):
+        Orchestrator(config)

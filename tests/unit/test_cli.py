@@ -323,7 +323,7 @@ STATUS = admin_pb2.GetStatusResponse(
             profile=fleet_pb2.DeviceProfile(name="phone", kind="phone", memory_bytes=700 * 2**20),
             state="ready",
             layers=types_pb2.LayerRange(start=0, stop=10),
-            telemetry=fleet_pb2.Telemetry(weight_bytes=30 * 2**20, kv_bytes=2**20),
+            telemetry=fleet_pb2.Telemetry(rss_bytes=31 * 2**20, weight_bytes=20 * 2**20, kv_bytes=2**20),
             link_to_next="direct-socket",
             decode_ms=12.34,
         ),
@@ -357,7 +357,7 @@ def test_status_as_json_is_the_whole_status(run: Run) -> None:
 
     assert (status["ready"], status["pipeline"]["num_slots"]) == (True, 8)
     assert [device["layers"] for device in status["devices"]] == [[0, 10], None]
-    assert status["devices"][0]["telemetry"]["weight_bytes"] == 30 * 2**20
+    assert status["devices"][0]["telemetry"]["weight_bytes"] == 20 * 2**20
 
 
 def test_devices_are_listed_in_the_order_of_their_stages(run: Run) -> None:

@@ -361,7 +361,7 @@ def test_a_status_has_its_devices_and_pipeline(serve: Serve) -> None:
         profile=fleet_pb2.DeviceProfile(name="phone", kind="phone", memory_bytes=1000),
         state="ready",
         layers=types_pb2.LayerRange(start=0, stop=10),
-        telemetry=fleet_pb2.Telemetry(weight_bytes=300, kv_bytes=20),
+        telemetry=fleet_pb2.Telemetry(rss_bytes=320, weight_bytes=200, kv_bytes=20),
     )
     message = admin_pb2.GetStatusResponse(
         model="tiny", ready=True, devices=[device], pipeline=admin_pb2.PipelineStatus(pipeline_id="p-1", num_slots=8)
