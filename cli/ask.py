@@ -10,7 +10,7 @@ import typer
 
 from cli.terminal import note, report, to_jsonable, write_json, write_text
 from shoal.config import DEFAULT_PORT
-from shoal.errors import InvalidRequest, ShoalError
+from shoal.errors import ContextExceeded, InvalidRequest, ShoalError
 from shoal.types import QosClass
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ TopP = Annotated[float | None, typer.Option(help="Choose among the likeliest tok
 TopK = Annotated[int | None, typer.Option(help="Choose among so many likeliest tokens.")]
 MinP = Annotated[float | None, typer.Option(help="Drop tokens less likely than this times the likeliest one.")]
 RepetitionPenalty = Annotated[float | None, typer.Option(help="Above 1: less repetition.")]
+PresencePenalty = Annotated[float | None, typer.Option(help="Above 0: fewer tokens that the answer has used.")]
+FrequencyPenalty = Annotated[float | None, typer.Option(help="Above 0: the fewer, the more often it has.")]
 Seed = Annotated[int | None, typer.Option(help="Same seed, prompt and options: same answer.")]
 Stop = Annotated[list[str] | None, typer.Option(help="End the answer before this text; may be given several times.")]
 Qos = Annotated[QosClass | None, typer.Option(help="How to be served.")]
@@ -42,6 +44,8 @@ def generate(
     top_k: TopK = None,
     min_p: MinP = None,
     repetition_penalty: RepetitionPenalty = None,
+    presence_penalty: PresencePenalty = None,
+    frequency_penalty: FrequencyPenalty = None,
     seed: Seed = None,
     stop: Stop = None,
     qos: Qos = None,
@@ -64,6 +68,8 @@ def generate(
         top_k=top_k,
         min_p=min_p,
         repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
         seed=seed,
         stop=stop,
         qos_class=qos,
@@ -89,6 +95,8 @@ def chat(
     top_k: TopK = None,
     min_p: MinP = None,
     repetition_penalty: RepetitionPenalty = None,
+    presence_penalty: PresencePenalty = None,
+    frequency_penalty: FrequencyPenalty = None,
     seed: Seed = None,
     qos: Qos = None,
     model: Model = None,
@@ -103,6 +111,8 @@ def chat(
         top_k=top_k,
         min_p=min_p,
         repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
         seed=seed,
         qos_class=qos,
         model=model,
@@ -194,6 +204,8 @@ def _take_turn(client: Client, history: list[dict[str, str]], text: str, options
             if not sys.stdin.isatty():
                 raise
             report(error)
+            if isinstance(error, ContextExceeded):
+                note("the conversation is as long as the context allows: /reset starts anew")
             return
     history.append({"role": "assistant", "content": stream.text})
 

@@ -38,13 +38,18 @@ app.command("orchestrator")(serve.orchestrator)
 app.command("worker")(serve.worker)
 
 
-@app.callback()
-def options(
-    show_version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
-) -> None:
-    if show_version:
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
         typer.echo(version("shoal"))
         raise typer.Exit
+
+
+@app.callback()
+def options(
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None: ...
 
 
 def main() -> None:

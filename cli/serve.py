@@ -16,7 +16,7 @@ import typer
 
 from cli.models import fetch, open_store
 from cli.show import device_table
-from cli.terminal import report, say, waiting
+from cli.terminal import note, say, waiting
 from shoal.config import DEFAULT_PORT, Config, Option, OrchestratorConfig, WorkerConfig, from_environment, options
 
 if TYPE_CHECKING:
@@ -98,10 +98,11 @@ def up(devices: Devices = DEFAULT_DEVICES, **values: Any) -> None:
     config = from_environment(OrchestratorConfig, values)
     with running_fleet(config, devices) as (fleet, status), suppress(KeyboardInterrupt):
         say(device_table(status))
-        say(f"{status.model} is ready at {fleet.address}; logs are in {fleet.config.home / 'logs'}")
+        say(f"{status.model} is ready at {fleet.address}; logs are in {fleet.log_directory}")
         server = "" if fleet.config.port == DEFAULT_PORT else f" --server {fleet.address}"
         say(f'try: shoal generate{server} "What is a shoal?"   (Ctrl-C here stops the fleet)')
         _watch(fleet)
+    say("all stopped")
 
 
 @contextmanager
@@ -117,7 +118,8 @@ def running_fleet(config: OrchestratorConfig, devices: str) -> Iterator[tuple[Lo
     with fleet:
         with waiting(f"starting {', '.join(fleet.worker_ids)}") as update:
             status = fleet.wait_ready(on_status=lambda seen: update(_describe_start(seen)))
-        say(f"{len(names)} devices ready after {time.monotonic() - started_at:.1f} s", style="bold")
+        devices_ready = "1 device" if len(names) == 1 else f"{len(names)} devices"
+        say(f"{devices_ready} ready after {time.monotonic() - started_at:.1f} s", style="bold")
         yield fleet, status
 
 
@@ -140,7 +142,7 @@ def _describe_start(status: FleetStatus) -> str:
 
 def _watch(fleet: LocalFleet) -> NoReturn:
     """Tell of lost workers while the fleet goes on without them; raise LaunchFailed if it cannot."""
-    from launch.local import failure_of
+    from launch.local import failure_of, how_it_ended
 
     told: set[str] = set()
     while True:
@@ -148,6 +150,6 @@ def _watch(fleet: LocalFleet) -> NoReturn:
             if child.profile is None or len(fleet.ended()) == len(fleet.children) - 1:
                 raise failure_of(child)
             if child.name not in told:
-                report(failure_of(child))
+                note(f"{child.name} {how_it_ended(child)}; the others go on without it (log: {child.log_path})")
                 told.add(child.name)
         time.sleep(WATCH_S)

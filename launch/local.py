@@ -79,6 +79,11 @@ class LocalFleet:
         self.children: list[Child] = []
 
     @property
+    def log_directory(self) -> Path:
+        """One for each port, so that fleets of one home do not write over each other's logs."""
+        return self.config.home / "logs" / str(self.config.port)
+
+    @property
     def worker_ids(self) -> list[str]:
         return list(_worker_ids(self._profiles))
 
@@ -101,7 +106,7 @@ class LocalFleet:
         return path
 
     def _start_child(self, name: str, args: list[str], profile: DeviceProfile | None = None) -> None:
-        log_path = self.config.home / "logs" / f"{name}.log"
+        log_path = self.log_directory / f"{name}.log"
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("wb") as log:
             process = subprocess.Popen(
@@ -183,8 +188,12 @@ class LocalFleet:
 def failure_of(child: Child) -> LaunchFailed:
     """What is to be said of a child that has ended by itself."""
     lines = "\n".join(f"  {line}" for line in child.last_log_lines) or "  (nothing)"
-    how = _describe_end(child.process.returncode)
-    return LaunchFailed(f"{child.name} {how}; the last lines of {child.log_path}:\n{lines}")
+    return LaunchFailed(f"{child.name} {how_it_ended(child)}; the last lines of {child.log_path}:\n{lines}")
+
+
+def how_it_ended(child: Child) -> str:
+    """As in "was ended by SIGKILL"."""
+    return _describe_end(child.process.returncode)
 
 
 def to_flags(config: Config) -> list[str]:

@@ -28,7 +28,6 @@ from shoal import rpc
 from shoal.config import OrchestratorConfig
 from shoal.errors import (
     ConfigError,
-    InvalidRequest,
     NotReady,
     PlacementImpossible,
     ShardDoesNotFit,
@@ -58,21 +57,18 @@ class WorkerSession:
         self.worker_id = WorkerId(hello.worker_id)
         self.link_to_next = ""
         self.execution_provider = ""
-        self._commands: asyncio.Queue[fleet_pb2.AttachResponse | ShoalError | None] = asyncio.Queue()
+        self._commands: asyncio.Queue[fleet_pb2.AttachResponse | None] = asyncio.Queue()
 
     def send(self, **command: Any) -> None:
         self._commands.put_nowait(fleet_pb2.AttachResponse(**command))
 
-    def close(self, error: ShoalError | None = None) -> None:
-        """End the stream after what was sent; with an error, if the worker is not to come again as it is."""
-        self._commands.put_nowait(error)
+    def close(self) -> None:
+        """End the stream after what was sent."""
+        self._commands.put_nowait(None)
 
     async def next_command(self) -> fleet_pb2.AttachResponse | None:
-        """The next command; None at the end. Raises what close() was given."""
-        command = await self._commands.get()
-        if isinstance(command, ShoalError):
-            raise command
-        return command
+        """The next command; None at the end."""
+        return await self._commands.get()
 
 
 class Control:
@@ -108,6 +104,7 @@ class Control:
         self._started_at = time.monotonic()
         self._serving = asyncio.Event()
         self._serving_shown = False
+        self._is_stopping = False
 
     async def watch(self) -> None:
         """Place, expire leases and report health until cancelled."""
@@ -124,6 +121,7 @@ class Control:
 
     def stop(self) -> None:
         """End every answer and every Attach stream; workers then wait for the next orchestrator."""
+        self._is_stopping = True
         self._down(NotReady("this orchestrator has shut down; ask again when it is back", retry_after_s=5.0))
         for session in self._sessions.values():
             session.close()
@@ -154,12 +152,16 @@ class Control:
     # Membership
 
     def take_in(self, hello: fleet_pb2.Hello) -> WorkerSession:
-        """Make a worker a member; one of the same name that is still there is told to stay away."""
+        """Make a worker a member. Raises NotReady while another process has its name; that one may yet turn out lost."""
         session = WorkerSession(hello)
-        earlier = self._sessions.pop(session.worker_id, None)
+        earlier = self._sessions.get(session.worker_id)
+        if earlier is not None and earlier.hello.incarnation != hello.incarnation:
+            raise NotReady(
+                f"another device is attached as {session.worker_id!r}: give each an --id of its own", retry_after_s=1.0
+            )
         if earlier is not None:
             self._pipeline_lost(session.worker_id, "it attached again")
-            earlier.close(_fenced(session.worker_id) if earlier.hello.incarnation != hello.incarnation else None)
+            earlier.close()
         self._sessions[session.worker_id] = session
         self._unlinked.add(session.worker_id)
         self._refused.pop(session.worker_id, None)
@@ -346,14 +348,16 @@ class Control:
             session.close()
         self._hub.forget(worker_id)
         self._unlinked.discard(worker_id)
-        logger.warning("worker_lost worker=%s message=%s", worker_id, message)
+        if not self._is_stopping:
+            logger.warning("worker_lost worker=%s message=%s", worker_id, message)
         self._pipeline_lost(worker_id, message)
 
     def _pipeline_lost(self, worker_id: WorkerId, message: str) -> None:
         """A worker cannot go on: if it is part of the placement, end that and place anew."""
         if not self._is_placed(worker_id):
             return
-        logger.warning("pipeline_lost worker=%s message=%s", worker_id, message)
+        if not self._is_stopping:
+            logger.warning("pipeline_lost worker=%s message=%s", worker_id, message)
         self._fleet.dissolve()
         self._hub.routes = {}
         lost = f"device {worker_id} was lost while it computed this answer ({message}); ask again"
@@ -402,7 +406,7 @@ class Control:
             model=self._manifest.name,
             ready=is_ready,
             waiting_for="" if is_ready else self._waiting_for(),
-            devices=[self._device(member) for member in self._fleet.members()],
+            devices=[self._device(one) for one in sorted(self._fleet.members(), key=lambda one: one.worker_id)],
             pipeline=pipeline_status(self._engine),
             num_running=self._engine.num_running,
             num_waiting=self._engine.num_waiting,
@@ -430,7 +434,3 @@ def _address(hello: fleet_pb2.Hello) -> fleet_pb2.StageAddress:
     return fleet_pb2.StageAddress(
         worker_id=hello.worker_id, flow_address=hello.flow_address, socket_address=hello.socket_address
     )
-
-
-def _fenced(worker_id: WorkerId) -> InvalidRequest:
-    return InvalidRequest("hello.worker_id", f"another device joined as {worker_id!r}: give each an --id of its own")

@@ -23,6 +23,7 @@ from shoal.v1 import flow_pb2, types_pb2
 logger = logging.getLogger(__name__)
 
 RATE_WINDOW_S = 10.0
+MIN_RATE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +67,11 @@ class Rate:
         self._forget(now)
 
     def per_second(self, now: float) -> float:
+        """Over the time since the first event of the window, yet at least MIN_RATE_S: few events are no rate."""
         self._forget(now)
-        if len(self._recent) < 2:
+        if not self._recent:
             return 0.0
-        # The first entry opens the interval: its own tokens came before it.
-        seconds = max(self._recent[-1][0] - self._recent[0][0], 1e-6)
-        return sum(count for _, count in itertools.islice(self._recent, 1, None)) / seconds
+        return sum(count for _, count in self._recent) / max(now - self._recent[0][0], MIN_RATE_S)
 
     def _forget(self, now: float) -> None:
         while self._recent and self._recent[0][0] < now - RATE_WINDOW_S:

@@ -23,7 +23,7 @@ from orchestrator.pipeline import StageMember
 from orchestrator.text import TextStream
 from orchestrator.tokenizer import Tokenizer
 from shoal import rpc
-from shoal.errors import InvalidRequest, ModelNotFound, NotReady
+from shoal.errors import ContextExceeded, InvalidRequest, ModelNotFound, NotReady
 from shoal.types import FinishReason, NumericClass, QosClass
 from shoal.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 
@@ -139,9 +139,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def _prompt_token_ids(self, request: inference_pb2.GenerateRequest) -> Sequence[int]:
         match request.WhichOneof("input"):
             case "prompt":
+                self._check_length("prompt", len(request.prompt.encode()))
                 token_ids: Sequence[int] = self._tokenizer.encode(request.prompt, add_special=True)
             case "chat":
                 messages = [{"role": one.role, "content": one.content} for one in request.chat.messages]
+                self._check_length("chat", sum(len(one["content"].encode()) for one in messages))
                 token_ids = self._tokenizer.encode_chat(messages)
             case "tokens":
                 token_ids = request.tokens.token_ids
@@ -154,6 +156,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if not token_ids:
             raise InvalidRequest(request.WhichOneof("input") or "input", "is empty; it must have at least one token")
         return token_ids
+
+    def _check_length(self, field: str, num_bytes: int) -> None:
+        """Refuse, before any work goes into it, text that cannot fit the context however it is cut into tokens."""
+        least_tokens = num_bytes // self._tokenizer.max_token_bytes
+        if least_tokens >= self._manifest.config.context_tokens:
+            raise ContextExceeded(
+                f"the prompt has {num_bytes} bytes, which are {least_tokens} tokens or more; the context is "
+                f"{self._manifest.config.context_tokens}: shorten the prompt",
+                field=field,
+            )
 
     def _accepted(self, served: _Served) -> inference_pb2.Accepted:
         sequence = served.answer.sequence

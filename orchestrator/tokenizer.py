@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 
 import tokenizers
 from tokenizers import AddedToken, Regex, models, pre_tokenizers
@@ -94,6 +95,11 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         return len(self._tokens)
+
+    @cached_property
+    def max_token_bytes(self) -> int:
+        """No token stands for more bytes of text than this."""
+        return max(len(token.encode()) for token in self._tokens)
 
     def encode(self, text: str, *, add_special: bool) -> list[int]:
         """Return the ids of a raw prompt; control tokens it spells out are parsed, as people paste whole templates.

@@ -140,7 +140,7 @@ def _error_from_code(code: grpc.StatusCode, details: str, address: str) -> Shoal
 
 def _unavailable_message(details: str, address: str) -> str:
     what_to_do = "start a fleet with `shoal up`, or give the address of one that runs"
-    if "failed to connect" in details.lower() or "resolution failed" in details.lower():
+    if any(sign in details.lower() for sign in ("failed to connect", "resolution failed", "errors resolving")):
         return f"nobody answers at {address}: {what_to_do}"
     return f"the connection to {address} broke ({details}): {what_to_do}"
 

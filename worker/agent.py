@@ -96,6 +96,7 @@ class Agent:
             await self._listener.stop()
             await asyncio.to_thread(self._compute.stop, 5.0)
             self._lifecycle.move_to(WorkerState.STOPPED)
+            logger.info("left worker=%s", self._worker_id)
 
     async def _leave(self, membership: asyncio.Task[None]) -> None:
         """Let running answers end, as long as the orchestrator wants us to and LEAVE_TIMEOUT_S allows."""
@@ -127,7 +128,7 @@ class Agent:
 
     def _say_waiting(self, reason: str) -> None:
         """Log what we wait for, once for each reason."""
-        if reason != self._told_reason:
+        if reason != self._told_reason and not self._is_leaving:
             logger.info("not_attached waiting_for=%s reason=%s", self._config.join, reason)
             self._told_reason = reason
 
@@ -335,7 +336,7 @@ class Agent:
 
     def _link_failed(self, message: str, command: fleet_pb2.LoadShard | None) -> None:
         """Report a broken link of the current shard; links of earlier ones end without a word."""
-        if command is None or not self._is_current(command.pipeline_id, command.epoch):
+        if command is None or not self._is_current(command.pipeline_id, command.epoch) or self._is_leaving:
             return
         logger.warning("link_failed pipeline=%s message=%s", command.pipeline_id, message)
         failed = fleet_pb2.LinkFailed(

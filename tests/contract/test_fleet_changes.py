@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -11,11 +12,11 @@ from typing import Any
 import pytest
 
 from orchestrator import membership
-from shoal.errors import InvalidRequest, NotReady, WorkerLost
+from shoal.errors import NotReady, WorkerLost
 from shoal.status import DeviceStatus, FleetStatus
 from shoal.types import LinkProfile
 from shoal.v1 import flow_pb2
-from tests.support.fleet import WAIT_S, make_device, start_fleet
+from tests.support.fleet import LOOK_S, WAIT_S, make_device, start_fleet
 from tests.support.shards import TinyModel
 from tests.support.streams import SLOW, Reader, start_stream
 from worker.agent import Agent
@@ -66,14 +67,23 @@ async def test_a_device_that_vanishes_ends_its_answers_and_the_rest_serves_again
     assert [one.worker_id for one in status.devices] == [one for one in ("w0", "w1") if one != victim]
 
 
-async def test_of_two_devices_with_one_name_the_first_is_told_to_stay_away(store: Store, tmp_path: Path) -> None:
+async def test_of_two_devices_with_one_name_the_second_waits_until_the_first_is_gone(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     async with start_fleet(store, tmp_path, [HELD]) as fleet:
         first = fleet.workers["w0"]
-        fleet.add_worker("w0")
-
-        with pytest.raises(InvalidRequest, match="another device joined as 'w0'"):
-            await first.end_of_itself()
+        second = fleet.add_worker("w0")
+        async with asyncio.timeout(WAIT_S):
+            while "another device is attached as 'w0'" not in caplog.text:
+                await asyncio.sleep(LOOK_S)
+        during = await fleet.client.generate("hello", max_tokens=2)
+        await first.end()
+        await fleet.until(lambda status: not status.ready)
         await fleet.serving(1)
+
+        assert during.completion_tokens == 2
+        assert not second.task.done()
 
 
 async def test_a_device_that_leaves_in_order_is_replaced(store: Store, tmp_path: Path) -> None:
@@ -178,20 +188,6 @@ async def test_a_device_that_joins_a_busy_fleet_waits_until_nobody_is_served(sto
 
     assert device_of(status, "w1").layers is None
     assert (result.completion_tokens, len(result.pipeline)) == (60, 1)
-
-
-async def test_a_device_with_the_name_of_another_takes_its_place(store: Store, tmp_path: Path) -> None:
-    async with start_fleet(store, tmp_path, [SLOW]) as fleet:
-        earlier = fleet.workers["w0"]
-        reader = await start_stream(fleet)
-
-        fleet.add_worker("w0")
-        error = await reader.error()
-        await earlier.vanish()
-        status = await fleet.serving(1)
-
-    assert isinstance(error, WorkerLost)
-    assert [one.worker_id for one in status.devices] == ["w0"]
 
 
 async def test_a_device_that_has_no_share_any_more_gives_its_memory_back(store: Store, tmp_path: Path) -> None:

@@ -348,21 +348,22 @@ def test_steps_that_were_lost_leave_nothing_to_be_timed() -> None:
     assert harness.pipeline._decode_steps == {}
 
 
-def test_a_rate_is_what_came_after_the_first_of_the_window() -> None:
+def test_a_rate_is_over_the_time_since_the_first_of_the_window() -> None:
     rate = Rate()
     for second in range(5):
         rate.add(10, 100.0 + second)
 
-    assert rate.per_second(104.0) == 10.0
+    assert rate.per_second(105.0) == 10.0
     assert rate.total == 50
 
 
-def test_a_rate_of_fewer_than_two_is_nought() -> None:
+def test_a_few_events_at_once_are_no_high_rate() -> None:
     rate = Rate()
     assert rate.per_second(0.0) == 0.0
 
     rate.add(10, 1.0)
-    assert rate.per_second(1.0) == 0.0
+    rate.add(10, 1.000001)
+    assert rate.per_second(1.00001) == 20.0
 
 
 def test_a_rate_forgets_what_is_older_than_its_window() -> None:
@@ -371,6 +372,6 @@ def test_a_rate_forgets_what_is_older_than_its_window() -> None:
     rate.add(1, 50.0)
     rate.add(1, 51.0)
 
-    assert rate.per_second(51.0) == 1.0
+    assert rate.per_second(52.0) == 1.0
     assert rate.per_second(51.0 + RATE_WINDOW_S + 1.0) == 0.0
     assert rate.total == 1002
