@@ -120,25 +120,31 @@ def chat(
     from shoal.client import Client
 
     start = _messages(system)
-    history = list(start)
     with Client(server) as client:
         if sys.stdin.isatty():
             note(f"{client.status().model} at {server}: {HELP}")
-        for line in _lines():
-            match line.strip():
-                case "":
-                    continue
-                case "/exit" | "/quit":
-                    return
-                case "/reset":
-                    history = list(start)
-                    note("the conversation starts anew")
-                case "/help":
-                    note(HELP)
-                case command if command.startswith("/") and " " not in command and command.count("/") == 1:
-                    note(f"no command {command}: {HELP}")
-                case text:
-                    _take_turn(client, history, text, options)
+        _converse(client, start, list(start), options)
+
+
+def _converse(
+    client: Client, start: list[dict[str, str]], history: list[dict[str, str]], options: GenerateOptions
+) -> None:
+    """Take lines until there are no more; history grows, and goes back to `start` on /reset."""
+    for line in _lines():
+        match line.strip():
+            case "":
+                continue
+            case "/exit" | "/quit":
+                return
+            case "/reset":
+                history[:] = start
+                note("the conversation starts anew")
+            case "/help":
+                note(HELP)
+            case command if command.startswith("/") and " " not in command and command.count("/") == 1:
+                note(f"no command {command}: {HELP}")
+            case text:
+                _take_turn(client, history, text, options)
 
 
 def answer_to_jsonable(answer: Generation) -> object:

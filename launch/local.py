@@ -23,12 +23,14 @@ from typing import IO, Self
 from launch.profiles import load_profile
 from shoal.client import Client
 from shoal.config import Config, OrchestratorConfig, WorkerConfig, options
-from shoal.errors import ConfigError, ConnectionFailed, DeadlineExceeded, LaunchFailed, NotReady
+from shoal.errors import ConfigError, ConnectionFailed, DeadlineExceeded, LaunchFailed, NotReady, PlacementImpossible
 from shoal.status import FleetStatus
 from shoal.types import DeviceProfile
 
 ORCHESTRATOR = "orchestrator"
 POLL_S = 0.05
+# A fleet that is complete and idle for so long without serving will not serve by waiting.
+STUCK_S = 3.0
 # A status call answers in milliseconds; one that takes longer hit a machine that is busy starting the fleet.
 STATUS_TIMEOUT_S = 2.0
 WORKER_STOP_S = 3.0
@@ -133,21 +135,31 @@ class LocalFleet:
     ) -> FleetStatus:
         """Wait until a pipeline serves; on_status sees every status on the way.
 
-        Raises LaunchFailed if a child ends, NotReady saying what is waited for when time is up.
+        Raises LaunchFailed if a child ends, PlacementImpossible if the layers do not fit the devices, and NotReady, saying
+        what is waited for, when time is up.
         """
         waiting_for = "the orchestrator's first answer"
-        deadline = time.monotonic() + timeout_s
+        now = time.monotonic()
+        deadline, stuck_since = now + timeout_s, now
         with Client(self.address, timeout_s=STATUS_TIMEOUT_S) as client:
             while time.monotonic() < deadline:
                 self.check()
                 status = _try_status(client)
                 if status is not None:
                     on_status(status)
-                    waiting_for = status.waiting_for
                     if status.ready:
                         return status
+                    if not self._is_stuck(status) or status.waiting_for != waiting_for:
+                        stuck_since = time.monotonic()
+                    waiting_for = status.waiting_for
+                    if time.monotonic() - stuck_since > STUCK_S:
+                        raise PlacementImpossible(waiting_for)
                 time.sleep(POLL_S)
         raise NotReady(f"the fleet is not ready after {timeout_s:g} s: it waits for {waiting_for}")
+
+    def _is_stuck(self, status: FleetStatus) -> bool:
+        """Whether all devices are there and none of them has anything to do."""
+        return len(status.devices) == len(self._devices) and all(one.layers is None for one in status.devices)
 
     def stop(self) -> None:
         """End all children: the orchestrator first, which drains, then the workers; who does not end is killed."""

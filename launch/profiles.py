@@ -48,7 +48,9 @@ class _Rule:
 _RULES = {
     "name": _Rule((str,), "a text that is not empty", bool),
     "kind": _Rule((str,), "one of " + ", ".join(KINDS), lambda kind: kind in KINDS),
-    "memory_mib": _Rule((int,), "a whole number of MiB, or 0 for what this machine has free", lambda mib: mib >= 0),
+    "memory_mib": _Rule(
+        (int,), "a whole number of MiB, or 0 for what this machine has free", lambda mib: 0 <= mib < 2**40
+    ),
     "speed": _Rule((int, float), "a number above 0 and at most 100", lambda speed: 0.0 < speed <= 100.0),
     "threads": _Rule((int,), "a whole number, or 0 for all cores of this machine", lambda count: 0 <= count <= 1024),
     "max_batch": _Rule((int,), "a whole number from 1 to 1024", lambda rows: 1 <= rows <= 1024),

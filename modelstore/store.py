@@ -94,7 +94,7 @@ class ModelStore:
         try:
             manifest = from_json(path.read_text(encoding="utf-8"))
             is_intact = manifest.digest == manifest.compute_digest() and manifest.name == name
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
             raise CorruptBlob(f"{path} cannot be read ({error}): import or pull {name} again") from error
         if not is_intact:
             raise CorruptBlob(f"{path} has been changed since it was written: import or pull {name} again")

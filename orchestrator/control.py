@@ -13,7 +13,6 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
-from typing import Any
 
 from modelstore.manifest import Manifest
 from orchestrator.core.fleet import Fleet, Member, WorkerState
@@ -22,6 +21,7 @@ from orchestrator.core.placement import Placement, check_split, place
 from orchestrator.engine import Engine
 from orchestrator.flow import FlowHub
 from orchestrator.pipeline import Pipeline, StageMember
+from orchestrator.session import WorkerSession
 from orchestrator.shards import footprint, load_command
 from orchestrator.status import device_status, pipeline_status
 from shoal import rpc
@@ -41,34 +41,16 @@ logger = logging.getLogger(__name__)
 
 PIPELINE_ID = "p1"
 TICK_S = 0.25
+# A longer pause between two looks is our own stall, not the devices'.
+STALL_S = 1.0
+# Downloading and loading a shard, over the slowest link that makes sense.
+LOAD_TIMEOUT_S = 300.0
 # A request that comes while a pipeline is being built waits for it this long.
 SERVING_TIMEOUT_S = 15.0
 # A killed device breaks its links and its Attach stream within milliseconds, in any order.
 LINK_GRACE_S = 0.05
 # Between two tries of a placement that failed for a reason that may pass.
 RETRY_S = 2.0
-
-
-class WorkerSession:
-    """One worker's Attach stream: its commands wait here until they are written."""
-
-    def __init__(self, hello: fleet_pb2.Hello) -> None:
-        self.hello = hello
-        self.worker_id = WorkerId(hello.worker_id)
-        self.link_to_next = ""
-        self.execution_provider = ""
-        self._commands: asyncio.Queue[fleet_pb2.AttachResponse | None] = asyncio.Queue()
-
-    def send(self, **command: Any) -> None:
-        self._commands.put_nowait(fleet_pb2.AttachResponse(**command))
-
-    def close(self) -> None:
-        """End the stream after what was sent."""
-        self._commands.put_nowait(None)
-
-    async def next_command(self) -> fleet_pb2.AttachResponse | None:
-        """The next command; None at the end."""
-        return await self._commands.get()
 
 
 class Control:
@@ -100,6 +82,7 @@ class Control:
         self._has_placed = False
         self._wants_placement = True
         self._retry_at = 0.0
+        self._load_deadline = 0.0
         self._trouble = ""
         self._started_at = time.monotonic()
         self._serving = asyncio.Event()
@@ -109,9 +92,16 @@ class Control:
     async def watch(self) -> None:
         """Place, expire leases and report health until cancelled."""
         await self._set_serving(False)
+        looked_at = time.monotonic()
         while True:
-            for worker_id in self._fleet.expire(time.monotonic()):
+            now = time.monotonic()
+            if now - looked_at > STALL_S:
+                # We slept, or were busy: heartbeats of that time lie unread.
+                self._fleet.extend_leases(now - looked_at)
+            looked_at = now
+            for worker_id in self._fleet.expire(now):
                 self._lost(worker_id, f"no heartbeat for {self._config.lease_s} s")
+            self._expire_loading(now)
             self._release_leaving()
             self._consider_placement()
             if self._serving_shown != self._serving.is_set():
@@ -250,6 +240,7 @@ class Control:
         self._has_placed = True
         self._trouble = ""
         epoch = self._fleet.assign(placement)
+        self._load_deadline = time.monotonic() + LOAD_TIMEOUT_S
         self._hub.routes = {index: stage.worker_id for index, stage in enumerate(placement.stages)}
         token = secrets.token_bytes(16)
         stages = [_address(self._sessions[stage.worker_id].hello) for stage in placement.stages]
@@ -269,6 +260,19 @@ class Control:
         placed = {stage.worker_id for stage in placement.stages}
         for worker_id in self._sessions.keys() - placed:
             self._sessions[worker_id].send(unload_shard=fleet_pb2.UnloadShard(pipeline_id=PIPELINE_ID, epoch=epoch))
+
+    def _expire_loading(self, now: float) -> None:
+        """Do without devices that were told to load long ago and neither did nor said why not."""
+        if self._fleet.placement is None or self._engine.pipeline is not None or now < self._load_deadline:
+            return
+        for stage in self._fleet.placement.stages:
+            session = self._sessions[stage.worker_id]
+            if self._fleet.state(stage.worker_id) is WorkerState.LOADING or not session.link_to_next:
+                self._refused[stage.worker_id] = f"did not load its layers within {LOAD_TIMEOUT_S} s"
+                logger.error("load_timeout worker=%s", stage.worker_id)
+                session.close()
+        self._fleet.dissolve()
+        self._wants_placement = True
 
     def _open_links(self) -> None:
         command = fleet_pb2.OpenLinks(pipeline_id=PIPELINE_ID, epoch=self._fleet.epoch)

@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any, Protocol
 
 from shoal import rpc
-from shoal.codec import FrameBuffer, pack_frame
+from shoal.codec import MAX_HELLO_BYTES, FrameBuffer, pack_frame
 from shoal.errors import ConnectionFailed, InvalidRequest, ProtocolMismatch, ShoalError
 from shoal.types import PROTOCOL_VERSION, WorkerId
 from shoal.v1 import flow_pb2, flow_pb2_grpc
@@ -24,6 +24,7 @@ from shoal.v1 import flow_pb2, flow_pb2_grpc
 logger = logging.getLogger(__name__)
 
 ORCHESTRATOR = -1
+HELLO_TIMEOUT_S = 5.0
 
 
 class Uplink(Protocol):
@@ -95,12 +96,26 @@ class FlowHub(flow_pb2_grpc.FlowServiceServicer):
         if uplink is not None:
             uplink.send(frame)
 
-    def receive(self, frame: flow_pb2.Frame) -> None:
-        """Take a frame from an uplink: ours, or to be relayed."""
-        if frame.to_stage == ORCHESTRATOR:
+    def receive(self, worker_id: WorkerId, frame: flow_pb2.Frame) -> None:
+        """Take a frame from a worker's uplink: ours, or to be relayed. Only stages may speak, and each for itself."""
+        if not self._may_send(worker_id, frame):
+            logger.warning("frame_refused worker=%s body=%s", worker_id, frame.WhichOneof("body"))
+        elif frame.to_stage == ORCHESTRATOR:
             self._on_frame(frame)
         elif frame.to_stage in self.routes:
             self.send(self.routes[frame.to_stage], frame)
+
+    def _may_send(self, worker_id: WorkerId, frame: flow_pb2.Frame) -> bool:
+        last = len(self.routes) - 1
+        match frame.WhichOneof("body"):
+            case "step_result":
+                return self.routes.get(last) == worker_id
+            case "step" if frame.to_stage == 0:
+                return self.routes.get(last) == worker_id
+            case "step" | "cancel":
+                return self.routes.get(frame.to_stage - 1) == worker_id
+            case _:
+                return worker_id in self.routes.values()
 
     def register(self, frame: flow_pb2.Frame, uplink: Uplink) -> WorkerId:
         """Give an uplink to the worker whose hello it began with. Raises InvalidRequest, ProtocolMismatch."""
@@ -133,7 +148,7 @@ class FlowHub(flow_pb2_grpc.FlowServiceServicer):
         uplink = _GrpcUplink()
         first = await anext(request_iterator, flow_pb2.FlowRequest())
         worker_id = self.register(first.frame, uplink)
-        reading = asyncio.create_task(self._read(request_iterator, uplink))
+        reading = asyncio.create_task(self._read(worker_id, request_iterator, uplink))
         try:
             while (frame := await uplink.queue.get()) is not None:
                 yield flow_pb2.FlowResponse(frame=frame)
@@ -143,10 +158,12 @@ class FlowHub(flow_pb2_grpc.FlowServiceServicer):
                 await reading
             self.lost(worker_id, uplink, "its stream ended")
 
-    async def _read(self, request_iterator: AsyncIterator[flow_pb2.FlowRequest], uplink: _GrpcUplink) -> None:
+    async def _read(
+        self, worker_id: WorkerId, request_iterator: AsyncIterator[flow_pb2.FlowRequest], uplink: _GrpcUplink
+    ) -> None:
         try:
             async for request in request_iterator:
-                self.receive(request.frame)
+                self.receive(worker_id, request.frame)
         finally:
             uplink.close()
 
@@ -168,7 +185,7 @@ class _SocketUplink(asyncio.Protocol):
     def __init__(self, hub: FlowHub, open_sockets: set[_SocketUplink]) -> None:
         self._hub = hub
         self._open_sockets = open_sockets
-        self._buffer = FrameBuffer()
+        self._buffer = FrameBuffer(MAX_HELLO_BYTES)
         self._worker_id: WorkerId | None = None
         self._transport: asyncio.Transport | None = None
 
@@ -176,6 +193,7 @@ class _SocketUplink(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         self._open_sockets.add(self)
+        asyncio.get_running_loop().call_later(HELLO_TIMEOUT_S, self._close_if_silent)
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def data_received(self, data: bytes) -> None:
@@ -184,9 +202,13 @@ class _SocketUplink(asyncio.Protocol):
                 if self._worker_id is None:
                     self._worker_id = self._hub.register(frame, self)
                 else:
-                    self._hub.receive(frame)
+                    self._hub.receive(self._worker_id, frame)
         except ShoalError as error:
             logger.warning("link_refused error=%s", error.message)
+            self.close()
+
+    def _close_if_silent(self) -> None:
+        if self._worker_id is None:
             self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:

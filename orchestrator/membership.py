@@ -13,8 +13,9 @@ from typing import Any
 
 from modelstore.manifest import Manifest
 from modelstore.store import ModelStore
-from orchestrator.control import Control, WorkerSession
+from orchestrator.control import Control
 from orchestrator.flow import FlowHub
+from orchestrator.session import WorkerSession
 from shoal import rpc
 from shoal.errors import CorruptBlob, InvalidRequest, ProtocolMismatch
 from shoal.types import PROTOCOL_VERSION
@@ -23,6 +24,8 @@ from shoal.v1 import fleet_pb2, fleet_pb2_grpc
 CHUNK_BYTES = 256 << 10
 UPLINK_TIMEOUT_S = 5.0
 MAX_ID_CHARS = 64
+# As in device profiles.
+MAX_SPEED = 100
 # The graphs that the store emits need ragged batches, which onnxruntime has from this version on.
 RUNTIME = "onnxruntime"
 MIN_RUNTIME_VERSION = (1, 32)
@@ -68,6 +71,8 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         path = self._store.blob_path(request.digest)
         if not path.is_file():
             raise CorruptBlob(f"blob {request.digest[:12]} of {self._model} is missing: pull or import it again")
+        if request.offset > path.stat().st_size:
+            raise InvalidRequest("offset", f"{request.offset} is beyond the end of blob {request.digest[:12]}")
         async with aclosing(_read_chunks(path, request.offset)) as chunks:
             async for chunk in chunks:
                 yield fleet_pb2.FetchBlobResponse(chunk=chunk)
@@ -98,8 +103,14 @@ def _checked_hello(request: fleet_pb2.AttachRequest) -> fleet_pb2.Hello:
         )
     if not hello.worker_id or not hello.worker_id.isprintable() or len(hello.worker_id) > MAX_ID_CHARS:
         raise InvalidRequest("hello.worker_id", f"must have 1 to {MAX_ID_CHARS} printable characters")
-    if not hello.profile.memory_bytes or hello.profile.speed <= 0 or not hello.profile.max_batch:
-        raise InvalidRequest("hello.profile", "memory_bytes, speed and max_batch must be more than 0")
+    if not hello.profile.memory_bytes or not 0 < hello.profile.speed <= MAX_SPEED or not hello.profile.max_batch:
+        raise InvalidRequest(
+            "hello.profile", f"memory_bytes and max_batch must be more than 0, speed too, and at most {MAX_SPEED}"
+        )
+    for name in ("flow_address", "socket_address"):
+        address = getattr(hello, name)
+        if address and not address.rpartition(":")[2].isdecimal():
+            raise InvalidRequest(f"hello.{name}", f"{address[:100]!r} is not HOST:PORT")
     if hello.runtime.name != RUNTIME or _version(hello.runtime.version) < MIN_RUNTIME_VERSION:
         wanted = ".".join(map(str, MIN_RUNTIME_VERSION))
         raise InvalidRequest(

@@ -23,7 +23,7 @@ from orchestrator.pipeline import StageMember
 from orchestrator.text import TextStream
 from orchestrator.tokenizer import Tokenizer
 from shoal import rpc
-from shoal.errors import ContextExceeded, InvalidRequest, ModelNotFound, NotReady
+from shoal.errors import ContextExceeded, InvalidRequest, ModelNotFound, NotReady, ShoalError
 from shoal.types import FinishReason, NumericClass, QosClass
 from shoal.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 
@@ -81,7 +81,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         accepted_at = time.monotonic()
         served = await self._admit(request, accepted_at)
         sequence = served.answer.sequence
-        finish = FinishReason.CANCELLED
+        ended = "cancelled"
         try:
             yield inference_pb2.GenerateResponse(accepted=self._accepted(served))
             while True:
@@ -89,14 +89,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 delta, end = self._take(served, event)
                 yield inference_pb2.GenerateResponse(delta=delta)
                 if end is not None:
-                    finish = end
+                    ended = end.value
+                    yield inference_pb2.GenerateResponse(finished=_finished(served, end))
                     break
-            yield inference_pb2.GenerateResponse(finished=_finished(served, finish))
+        except ShoalError as error:
+            ended = error.reason
+            raise
         finally:
             self._engine.abort(sequence.sequence_id)
             logger.info(
-                "request_ended request_id=%s finish=%s prompt_tokens=%d completion_tokens=%d",
-                served.request_id, finish.value, len(sequence.prompt_token_ids), served.num_tokens,
+                "request_ended request_id=%r finish=%s prompt_tokens=%d completion_tokens=%d",
+                served.request_id, ended, len(sequence.prompt_token_ids), served.num_tokens,
             )  # fmt: skip
 
     async def _admit(self, request: inference_pb2.GenerateRequest, accepted_at: float) -> _Served:
@@ -107,7 +110,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         request_id = _checked_request_id(request.request_id)
         pipeline = await self._control.wait_serving()
         answer = self._engine.submit(sequence)
-        logger.info("request_accepted request_id=%s prompt_tokens=%d", request_id, len(sequence.prompt_token_ids))
+        logger.info("request_accepted request_id=%r prompt_tokens=%d", request_id, len(sequence.prompt_token_ids))
         return _Served(request_id, answer, pipeline.members, text, accepted_at)
 
     async def _to_sequence(self, request: inference_pb2.GenerateRequest, now: float) -> AnswerSequence:

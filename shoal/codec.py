@@ -15,6 +15,8 @@ from shoal.errors import InternalError, ProtocolMismatch
 from shoal.v1 import flow_pb2
 
 MAX_FRAME_BYTES = 64 << 20
+# Of the first frame of a link, when nobody knows yet whose it is.
+MAX_HELLO_BYTES = 4 << 10
 _LENGTH = struct.Struct("<I")
 HEADER_BYTES = _LENGTH.size
 
@@ -28,13 +30,16 @@ def pack_frame(frame: flow_pb2.Frame) -> bytes:
 class FrameBuffer:
     """Cuts a byte stream into frames.
 
+    first_max_bytes: the most that the first frame may have.
+
     Invariant: `_pending` holds less than one whole frame after each call of feed.
     """
 
-    __slots__ = ("_pending",)
+    __slots__ = ("_max_bytes", "_pending")
 
-    def __init__(self) -> None:
+    def __init__(self, first_max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._pending = bytearray()
+        self._max_bytes = first_max_bytes
 
     def feed(self, chunk: bytes) -> list[flow_pb2.Frame]:
         """Take bytes as they came; return the frames they complete. Raises ProtocolMismatch on what is no frame."""
@@ -48,19 +53,21 @@ class FrameBuffer:
         del self._pending[:start]
         return frames
 
-    @staticmethod
-    def _frame_stop(view: memoryview, start: int) -> int | None:
+    def _frame_stop(self, view: memoryview, start: int) -> int | None:
         if len(view) - start < HEADER_BYTES:
             return None
-        stop = start + HEADER_BYTES + body_bytes(view[start : start + HEADER_BYTES])
-        return stop if stop <= len(view) else None
+        stop = start + HEADER_BYTES + body_bytes(view[start : start + HEADER_BYTES], self._max_bytes)
+        if stop > len(view):
+            return None
+        self._max_bytes = MAX_FRAME_BYTES
+        return stop
 
 
-def body_bytes(header: bytes | memoryview) -> int:
+def body_bytes(header: bytes | memoryview, max_bytes: int = MAX_FRAME_BYTES) -> int:
     """The length of the frame behind a header of HEADER_BYTES; raises ProtocolMismatch if it is absurd."""
     num_bytes = int(_LENGTH.unpack(header)[0])
-    if num_bytes > MAX_FRAME_BYTES:
-        raise ProtocolMismatch(f"a frame of {num_bytes} bytes was announced; at most {MAX_FRAME_BYTES} are allowed")
+    if num_bytes > max_bytes:
+        raise ProtocolMismatch(f"a frame of {num_bytes} bytes was announced; at most {max_bytes} are allowed")
     return num_bytes
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import secrets
 import socket
@@ -19,7 +20,14 @@ import psutil
 
 from shoal import rpc
 from shoal.config import WorkerConfig
-from shoal.errors import ConnectionFailed, InternalError, RequestCancelled, ShoalError
+from shoal.errors import (
+    ConnectionFailed,
+    CorruptBlob,
+    InternalError,
+    RequestCancelled,
+    ShoalError,
+    StorageFull,
+)
 from shoal.memory import need_bytes
 from shoal.types import PROTOCOL_VERSION, DeviceProfile, Telemetry
 from shoal.v1 import fleet_pb2, fleet_pb2_grpc
@@ -96,7 +104,8 @@ class Agent:
             await self._listener.stop()
             await asyncio.to_thread(self._compute.stop, 5.0)
             self._lifecycle.move_to(WorkerState.STOPPED)
-            logger.info("left worker=%s", self._worker_id)
+            if self._is_leaving:
+                logger.info("left worker=%s", self._worker_id)
 
     async def _leave(self, membership: asyncio.Task[None]) -> None:
         """Let running answers end, as long as the orchestrator wants us to and LEAVE_TIMEOUT_S allows."""
@@ -260,6 +269,8 @@ class Agent:
             self._compute.post(compute.LoadStage(spec, command.graph, self._cache.directory))
         except grpc.RpcError as error:
             self._on_compute(compute.StageFailed(spec, rpc.error_from_rpc(error, self._config.join)))
+        except OSError as error:
+            self._on_compute(compute.StageFailed(spec, _cache_fault(error)))
         except ShoalError as error:
             self._on_compute(compute.StageFailed(spec, error))
 
@@ -381,5 +392,19 @@ class Agent:
     def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A task that failed in a way nobody foresaw must not leave the fleet waiting for it."""
+        self._tasks.discard(task)
+        if task.cancelled() or task.exception() is None:
+            return
+        logger.error("task_failed", exc_info=task.exception())
+        self._link_failed(f"a bug: {task.exception()!r}", self._current)
+
+
+def _cache_fault(error: OSError) -> ShoalError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StorageFull(f"the device's disk is full: {error}; free some or set SHOAL_HOME to another disk")
+    return CorruptBlob(f"the device's blob cache cannot be used: {error}; remove that file or folder")

@@ -7,9 +7,11 @@ where it ended; a blob whose bytes do not match its name is fetched again, once.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import hashlib
 import os
-from collections.abc import AsyncIterable, Callable, Iterable
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from shoal.errors import CorruptBlob
@@ -43,19 +45,30 @@ class BlobCache:
         return path.is_file() and path.stat().st_size == blob.num_bytes and sha256_of(path) == blob.digest
 
     async def _fetch(self, blob: fleet_pb2.BlobRef, fetch: FetchChunks) -> int:
-        part = self.directory / f"{blob.digest}.part"
-        fetched_bytes = await self._append(part, blob, fetch)
-        if await asyncio.to_thread(sha256_of, part) != blob.digest:
-            part.unlink()
-            fetched_bytes += await self._append(part, blob, fetch)
-        if await asyncio.to_thread(sha256_of, part) != blob.digest:
-            part.unlink()
-            raise CorruptBlob(
-                f"blob {blob.digest[:12]} arrives with other bytes than its digest says: on the orchestrator, "
-                "import or pull the model again"
-            )
-        os.replace(part, self.directory / blob.digest)
+        with self._claimed(blob.digest) as part:
+            fetched_bytes = await self._append(part, blob, fetch)
+            if await asyncio.to_thread(sha256_of, part) != blob.digest:
+                part.unlink()
+                fetched_bytes += await self._append(part, blob, fetch)
+            if await asyncio.to_thread(sha256_of, part) != blob.digest:
+                part.unlink()
+                raise CorruptBlob(
+                    f"blob {blob.digest[:12]} arrives with other bytes than its digest says: on the orchestrator, "
+                    "import or pull the model again"
+                )
+            os.replace(part, self.directory / blob.digest)
         return fetched_bytes
+
+    @contextmanager
+    def _claimed(self, digest: str) -> Iterator[Path]:
+        """The file to fetch a blob into: the one that an earlier run left, unless another process fetches it now."""
+        part = self.directory / f"{digest}.part"
+        with part.open("ab") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                part = self.directory / f"{digest}.{os.getpid()}.part"
+            yield part
 
     async def _append(self, part: Path, blob: fleet_pb2.BlobRef, fetch: FetchChunks) -> int:
         offset = part.stat().st_size if part.exists() else 0

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import grpc
 
-from shoal.codec import HEADER_BYTES, FrameBuffer, body_bytes, pack_frame
+from shoal.codec import HEADER_BYTES, MAX_HELLO_BYTES, FrameBuffer, body_bytes, pack_frame
 from shoal.errors import ConnectionFailed, ShoalError
 from shoal.v1 import flow_pb2, flow_pb2_grpc
 from worker.emulation import LinkShaper
@@ -168,7 +168,7 @@ def dial_socket(address: str, hello: flow_pb2.Frame, timeout_s: float) -> Socket
     host, _, port = address.rpartition(":")
     try:
         link = SocketLink(socket.create_connection((host, int(port)), timeout_s))
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ConnectionFailed(f"nothing answers at {address}: {error}") from error
     try:
         link.send(hello)
@@ -229,7 +229,7 @@ async def read_hello(connection: socket.socket, timeout_s: float) -> flow_pb2.Fr
     try:
         async with asyncio.timeout(timeout_s):
             header = await read_exactly(HEADER_BYTES)
-            frames = FrameBuffer().feed(header + await read_exactly(body_bytes(header)))
+            frames = FrameBuffer().feed(header + await read_exactly(body_bytes(header, MAX_HELLO_BYTES)))
     except (OSError, ShoalError) as error:
         raise ConnectionFailed(f"no hello on a link: {error}") from error
     return frames[0]

@@ -134,6 +134,11 @@ class Fleet:
             self._move(worker_id, WorkerState.GONE)
         return lost
 
+    def extend_leases(self, by_s: float) -> None:
+        """Let all leases run longer: for that long, nobody looked at heartbeats."""
+        for worker_id, member in self._members.items():
+            self._members[worker_id] = replace(member, lease_expires_at=member.lease_expires_at + by_s)
+
     def leave(self, worker_id: WorkerId, incarnation: int) -> bool:
         """Let a worker drain: it finishes what it has and is placed no more. False for strangers and ghosts."""
         member = self._find(worker_id, incarnation)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator import membership
+from orchestrator import control, membership
 from shoal.errors import NotReady, WorkerLost
 from shoal.status import DeviceStatus, FleetStatus
 from shoal.types import LinkProfile
@@ -203,6 +203,39 @@ async def test_a_device_that_has_no_share_any_more_gives_its_memory_back(store: 
         )
 
     assert device_of(status, "w1").state == "standby"
+
+
+async def test_a_device_whose_load_hangs_is_given_up(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_chunks, is_stuck = membership._read_chunks, asyncio.Event()
+
+    async def stick_once(path: Path, offset: int) -> AsyncGenerator[bytes, None]:
+        if not is_stuck.is_set():
+            is_stuck.set()
+            await asyncio.Event().wait()
+        async for chunk in read_chunks(path, offset):
+            yield chunk
+
+    monkeypatch.setattr(membership, "_read_chunks", stick_once)
+    monkeypatch.setattr(control, "LOAD_TIMEOUT_S", 0.2)
+    async with start_fleet(store, tmp_path) as fleet:
+        fleet.add_worker("w0")
+        await fleet.serving(1)
+
+        assert is_stuck.is_set()
+
+
+async def test_a_cache_that_cannot_be_written_is_told(store: Store, tmp_path: Path, fleet_model: TinyModel) -> None:
+    for blob in fleet_model.manifest.blobs:
+        (tmp_path / "devices" / "w0" / "blobs" / blob.digest).mkdir(parents=True)
+    async with start_fleet(store, tmp_path) as fleet:
+        fleet.add_worker("w0")
+
+        await fleet.until(lambda status: "w0 could not load its layers" in status.waiting_for)
+        status = await fleet.until(lambda status: "blob cache cannot be used" in status.waiting_for)
+
+    assert not status.ready
 
 
 async def test_a_shard_that_is_replaced_while_it_is_fetched_is_given_up(

@@ -12,7 +12,7 @@ import pytest
 
 from orchestrator.flow import FlowHub
 from shoal import rpc
-from shoal.codec import MAX_FRAME_BYTES, FrameBuffer, pack_frame
+from shoal.codec import MAX_FRAME_BYTES, MAX_HELLO_BYTES, FrameBuffer, pack_frame
 from shoal.errors import ConnectionFailed, InvalidRequest, ProtocolMismatch, ShoalError
 from shoal.types import PROTOCOL_VERSION, WorkerId
 from shoal.v1 import flow_pb2, flow_pb2_grpc
@@ -128,12 +128,19 @@ class HubBench:
 async def bench() -> AsyncIterator[HubBench]:
     bench = HubBench()
     await bench.start()
+    bench.hub.routes = {0: W0}
     yield bench
     await bench.close()
 
 
 both = pytest.mark.parametrize("kind", ["socket", "grpc"])
-ours = [make_frame(step, to_stage=-1) for step in range(3)]
+
+
+def make_result(step: int) -> flow_pb2.Frame:
+    return flow_pb2.Frame(pipeline_id="p1", epoch=1, to_stage=-1, step_result=flow_pb2.StepResult(step=step))
+
+
+ours = [make_result(step) for step in range(3)]
 
 
 @both
@@ -175,6 +182,64 @@ async def test_frames_between_stages_are_relayed_in_order(bench: HubBench, sende
 
     assert [await second.receive() for _ in frames] == frames
     assert bench.frames.empty()
+
+
+def forged_frames() -> dict[str, flow_pb2.Frame]:
+    """What only another stage may send: W1 is the second of three."""
+    return {
+        "a result": make_result(1),
+        "the next step of a burst": make_frame(1, to_stage=0),
+        "a step for the stage after another": make_frame(1, to_stage=1),
+        "a cancel for the first": flow_pb2.Frame(pipeline_id="p1", epoch=1, to_stage=0, cancel=flow_pb2.Cancel()),
+    }
+
+
+@both
+@pytest.mark.parametrize("name", forged_frames())
+async def test_a_stage_cannot_speak_for_another(bench: HubBench, kind: str, name: str) -> None:
+    bench.hub.routes = {0: W0, 1: W1, 2: WorkerId("w2")}
+    others = [await bench.join(kind, worker_id) for worker_id in (W0, WorkerId("w2"))]
+    forger = await bench.join(kind, W1)
+
+    await forger.send(forged_frames()[name], make_frame(9, to_stage=2))
+
+    assert await others[1].receive() == make_frame(9, to_stage=2)
+    assert bench.frames.empty()
+
+
+@both
+async def test_a_worker_without_a_stage_cannot_speak_at_all(bench: HubBench, kind: str) -> None:
+    member, stranger = await bench.join(kind, W0), await bench.join(kind, W1)
+
+    failed = flow_pb2.Frame(pipeline_id="p1", epoch=1, to_stage=-1, step_failed=flow_pb2.StepFailed(step=1))
+    await stranger.send(make_result(7), failed)
+    await stranger.close()
+    await bench.next_lost()
+    await member.send(ours[0])
+
+    assert await bench.next_frame() == ours[0]
+
+
+async def test_a_socket_that_announces_a_long_hello_is_hung_up_on(bench: HubBench) -> None:
+    uplink = await bench.dial("socket")
+    assert isinstance(uplink, SocketUplink)
+
+    uplink.writer.write(struct.pack("<I", MAX_HELLO_BYTES + 1))
+
+    assert await uplink.receive() is None
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 3])
+async def test_a_socket_that_does_not_say_who_it_is_is_hung_up_on(
+    bench: HubBench, num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestrator.flow.HELLO_TIMEOUT_S", 0.05)
+    uplink = await bench.dial("socket")
+    assert isinstance(uplink, SocketUplink)
+
+    uplink.writer.write(bytes(num_bytes))
+
+    assert await uplink.receive() is None
 
 
 @both

@@ -54,6 +54,14 @@ def test_what_up_started_ends_when_it_is_killed(home: Path) -> None:
         until(lambda: processes_of(home), lambda left: not left, bound_s=GONE_S)
 
 
+def test_up_with_layers_that_can_never_be_shared_ends_with_the_reason(home: Path) -> None:
+    ended = run_shoal("up", "--port", "0", "--devices", "phone", "--split", "10,10,10", home=home)
+
+    assert ended.code == 1
+    assert "the split gives layers to 3 workers, 1 can be used now" in ended.err
+    assert none_left(home)
+
+
 def test_up_on_a_port_that_is_taken_says_so_in_one_line(fleet: LocalFleet, home: Path) -> None:
     outcome = run_shoal("up", "--port", str(fleet.config.port), home=home)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -155,3 +156,20 @@ async def test_only_what_is_missing_is_fetched(cache: BlobCache) -> None:
     assert await cache.ensure([BLOB, empty], source.fetch) == 0
     assert source.asked == []
     assert kept_files(cache) == {DIGEST: CONTENT, empty.digest: b""}
+
+
+async def test_a_part_that_another_process_fetches_into_is_left_to_it(cache: BlobCache) -> None:
+    part = cache.directory / f"{DIGEST}.part"
+    with part.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        fetched_bytes = await cache.ensure([BLOB], Source().fetch)
+
+    assert fetched_bytes == len(CONTENT)
+    assert kept_files(cache) == {DIGEST: CONTENT, part.name: b""}
+
+
+async def test_a_folder_in_the_place_of_a_blob_is_an_error(cache: BlobCache) -> None:
+    (cache.directory / DIGEST).mkdir()
+
+    with pytest.raises(OSError, match=DIGEST):
+        await cache.ensure([BLOB], Source().fetch)

@@ -35,6 +35,15 @@ def make_ready_fleet(*worker_ids: WorkerId) -> Fleet:
 
 
 class TestLeases:
+    def test_a_stall_of_our_own_is_not_held_against_anybody(self) -> None:
+        fleet = Fleet(lease_s=3.0)
+        fleet.attach(A, 1, make_profile(), 0.0)
+
+        fleet.extend_leases(5.0)
+
+        assert fleet.expire(7.9) == ()
+        assert fleet.expire(8.0) == (A,)
+
     def test_a_worker_joins_and_is_on_standby_after_its_first_heartbeat(self) -> None:
         fleet = Fleet(lease_s=LEASE_S)
         assert fleet.attach(A, 1, make_profile(), 0.0) is None
