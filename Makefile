@@ -14,7 +14,8 @@ help:  ## List the targets
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing Shoal and what it needs into $(VENV)"
-	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check --upgrade 'pip>=25'
+	@$(BIN)/pip install --quiet --editable '.[dev]'
 	@touch $(STAMP)
 
 demo: $(STAMP)  ## Pull the default model, start three emulated devices, chat once, stop
