@@ -69,9 +69,11 @@ class RuntimeSummary:
 class Binding:
     """Arrays and pointers bound to the inputs and outputs of a session; keeps what it binds alive."""
 
-    __slots__ = ("_binding", "_kept")
+    # Released in this order: the runtime's binding uses its session to the end and does not keep it alive.
+    __slots__ = ("_binding", "_kept", "_session")
 
     def __init__(self, session: ort.InferenceSession) -> None:
+        self._session = session
         self._binding = session.io_binding()
         self._kept: dict[str, NDArray[Any]] = {}
 
@@ -118,7 +120,7 @@ class Session:
         _trim_heap()
 
     def close(self) -> None:
-        """Free the weights; bindings must be gone."""
+        """Free the weights, as soon as the last binding is gone too."""
         del self._session
         _trim_heap()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -77,3 +78,14 @@ def test_the_fingerprint_is_the_same_in_every_process() -> None:
     program = "from worker.session import runtime_summary; print(runtime_summary().kernel_fingerprint)"
     other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert other.stdout.strip() == runtime_summary().kernel_fingerprint
+
+
+def test_a_binding_keeps_what_it_runs_on_until_it_is_gone_itself(tiny: TinyModel, graph: bytes) -> None:
+    session = Session(graph, tiny.blob_directory)
+    runtime = weakref.ref(session._session)
+    binding = session.binding()
+
+    session.close()
+    assert runtime() is not None
+    del binding
+    assert runtime() is None
