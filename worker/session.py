@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import mmap
 import platform
 import re
@@ -24,6 +25,8 @@ from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from shoal.errors import InternalError
+
+logger = logging.getLogger(__name__)
 
 CPU_PROVIDER = "CPUExecutionProvider"
 # The graph says what its weights take; must match modelstore.graph.
@@ -113,6 +116,8 @@ class Session:
         """
         options = _options(blob_directory, num_threads)
         self._session, self.provider, self.skipped = _open(graph, options, _candidates(providers))
+        if self.skipped:
+            logger.warning("provider_fallback provider=%s skipped=%s", self.provider, self.skipped)
         self.input_names = tuple(entry.name for entry in self._session.get_inputs())
         self.output_names = tuple(entry.name for entry in self._session.get_outputs())
         self.weight_bytes = int(self._session.get_modelmeta().custom_metadata_map.get(WEIGHT_BYTES_KEY, 0))
