@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from modelstore.manifest import Manifest
 from shoal.errors import PullFailed
 from tests.support.real_model import REAL_MODEL, real_manifest, real_store
+
+
+def pytest_configure() -> None:
+    """A shell that starts the tests in the background has them, and all their children, ignore interrupts."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
-import os
-import pty
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from shoal.config import OrchestratorConfig, WorkerConfig, options
 from shoal.errors import ContextExceeded, ModelNotFound, NotReady
 from shoal.types import DeviceProfile
 from shoal.v1 import admin_pb2, fleet_pb2, types_pb2
+from tests.support.commands import RunningCommand, start_shoal
 from tests.support.fake_server import HANG, HELLO, WAIT_S, FakeServer, Script, accepted, delta, finished
 
 ENDLESS: Script = (accepted(), delta(0, "Hel", [10]), HANG)
@@ -221,92 +221,54 @@ def test_a_chat_from_a_pipe_fails_with_its_first_error(run: Run) -> None:
     assert outcome == Outcome(1, "", "error: 4000 tokens, but the context has 2048\n")
 
 
-class Terminal:
-    """A `shoal` command on a pseudo terminal."""
-
-    def __init__(self, *args: str) -> None:
-        self._master, child_end = pty.openpty()
-        environment = {**os.environ, "TERM": "dumb", "NO_COLOR": "1"}
-        command = [sys.executable, "-m", "cli.main", *args]
-        self.process = subprocess.Popen(
-            command, env=environment, start_new_session=True, stdin=child_end, stdout=child_end, stderr=child_end
-        )
-        os.close(child_end)
-        self._seen = ""
-
-    def type(self, text: str) -> None:
-        os.write(self._master, text.encode())
-
-    def read_until(self, text: str) -> None:
-        """Wait for a text; the process that ends without it is a failure."""
-        while text not in self._seen:
-            try:
-                self._seen += os.read(self._master, 4096).decode()
-            except OSError:
-                pytest.fail(f"ended without {text!r}: {self._seen!r}")
-        self._seen = self._seen.split(text, 1)[1]
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self._master)
-
-
 @pytest.fixture
-def open_terminal() -> Iterator[Callable[..., Terminal]]:
-    terminals: list[Terminal] = []
-
-    def start(*args: str) -> Terminal:
-        terminals.append(Terminal(*args))
-        return terminals[-1]
-
-    yield start
-    for terminal in terminals:
-        terminal.close()
+def open_terminal(tmp_path: Path) -> Iterator[Callable[..., RunningCommand]]:
+    with contextlib.ExitStack() as running:
+        yield lambda *args: running.enter_context(start_shoal(*args, home=tmp_path, columns=100))
 
 
-def test_an_interrupt_stops_the_answer_and_not_the_chat(open_terminal: Callable[..., Terminal]) -> None:
+def test_an_interrupt_stops_the_answer_and_not_the_chat(open_terminal: Callable[..., RunningCommand]) -> None:
     with FakeServer(ENDLESS, HELLO) as server:
         terminal = open_terminal("chat", "--server", server.address)
         terminal.read_until("> ")
-        terminal.type("one\n")
+        terminal.press("one\n")
         terminal.read_until("Hel")
         terminal.process.send_signal(signal.SIGINT)
         terminal.read_until("stopped")
         assert server.orchestrator.is_released.wait(WAIT_S)
         terminal.read_until("> ")
-        terminal.type("two\n")
+        terminal.press("two\n")
         terminal.read_until("Hello")
         terminal.read_until("> ")
-        terminal.type("\x04")
+        terminal.press("\x04")
 
-        assert terminal.process.wait(WAIT_S) == 0
+        assert terminal.wait() == 0
         assert chat_of(server, 1) == [("user", "one"), ("assistant", "Hel"), ("user", "two")]
 
 
-def test_an_error_does_not_end_a_chat_at_a_terminal(open_terminal: Callable[..., Terminal]) -> None:
+def test_an_error_does_not_end_a_chat_at_a_terminal(open_terminal: Callable[..., RunningCommand]) -> None:
     with FakeServer([ContextExceeded("too long")], HELLO) as server:
         terminal = open_terminal("chat", "--server", server.address)
         terminal.read_until("> ")
-        terminal.type("one\n")
+        terminal.press("one\n")
         terminal.read_until("error: too long")
-        terminal.type("two\n")
+        terminal.press("two\n")
         terminal.read_until("Hello")
 
         assert chat_of(server, 1) == [("user", "two")]
 
 
-def test_an_interrupted_generate_ends_its_call_with_exit_code_130(open_terminal: Callable[..., Terminal]) -> None:
+def test_an_interrupted_generate_ends_its_call_with_exit_code_130(open_terminal: Callable[..., RunningCommand]) -> None:
     with FakeServer(ENDLESS) as server:
         terminal = open_terminal("generate", "hi", "--server", server.address)
         terminal.read_until("Hel")
         terminal.process.send_signal(signal.SIGINT)
 
-        assert terminal.process.wait(WAIT_S) == 130
+        assert terminal.wait() == 130
         assert server.orchestrator.is_released.wait(WAIT_S)
 
 
-def test_control_characters_of_a_model_do_not_reach_a_terminal(open_terminal: Callable[..., Terminal]) -> None:
+def test_control_characters_of_a_model_do_not_reach_a_terminal(open_terminal: Callable[..., RunningCommand]) -> None:
     with FakeServer([accepted(), delta(0, "a\x1b]0;owned\x07b", [1]), finished()]) as server:
         terminal = open_terminal("generate", "hi", "--server", server.address)
 
