@@ -31,6 +31,9 @@ FrequencyPenalty = Annotated[float | None, typer.Option(help="Above 0: the fewer
 Seed = Annotated[int | None, typer.Option(help="Same seed, prompt and options: same answer.")]
 Stop = Annotated[list[str] | None, typer.Option(help="End the answer before this text; may be given several times.")]
 Qos = Annotated[QosClass | None, typer.Option(help="How to be served.")]
+Tenant = Annotated[str | None, typer.Option(help="On whose account; tenants share fairly.")]
+Deadline = Annotated[float | None, typer.Option("--deadline", help="Seconds the whole answer may take.")]
+Pace = Annotated[float | None, typer.Option("--pace", help="At most so many tokens a second.")]
 
 DEFAULT_SERVER = f"127.0.0.1:{DEFAULT_PORT}"
 HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
@@ -49,6 +52,9 @@ def generate(
     seed: Seed = None,
     stop: Stop = None,
     qos: Qos = None,
+    tenant: Tenant = None,
+    deadline: Deadline = None,
+    pace: Pace = None,
     model: Model = None,
     system: System = None,
     raw: Annotated[
@@ -62,19 +68,10 @@ def generate(
         raise typer.BadParameter("a system message needs a chat: leave out --raw or --system")
     text = _read_stdin() if prompt == "-" else prompt
     options = _options(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        seed=seed,
-        stop=stop,
-        qos_class=qos,
-        model=model,
-    )
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
+        repetition_penalty=repetition_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
+        seed=seed, stop=stop, qos_class=qos, tenant=tenant, deadline_s=deadline, max_tokens_per_s=pace, model=model,
+    )  # fmt: skip
     from shoal.client import Client
 
     with Client(server) as client:
@@ -99,24 +96,18 @@ def chat(
     frequency_penalty: FrequencyPenalty = None,
     seed: Seed = None,
     qos: Qos = None,
+    tenant: Tenant = None,
+    pace: Pace = None,
     model: Model = None,
     system: System = None,
     server: Server = DEFAULT_SERVER,
 ) -> None:
     """Talk in turns; every turn knows the ones before it."""
     options = _options(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        seed=seed,
-        qos_class=qos,
-        model=model,
-    )
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
+        repetition_penalty=repetition_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
+        seed=seed, qos_class=qos, tenant=tenant, max_tokens_per_s=pace, model=model,
+    )  # fmt: skip
     from shoal.client import Client
 
     start = _messages(system)

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 from typer.main import get_command
 
-from cli import ask, demo, models, serve, show
+from cli import ask, demo, explain, load, models, serve, show
 from cli.terminal import report
 from shoal.errors import ShoalError
 
@@ -33,7 +33,9 @@ app.command("up")(serve.up)
 app.command("generate")(ask.generate)
 app.command("chat")(ask.chat)
 app.command("status")(show.status)
+app.command("explain")(explain.explain)
 app.add_typer(models.app, name="models")
+app.add_typer(load.app, name="load")
 app.command("orchestrator")(serve.orchestrator)
 app.command("worker")(serve.worker)
 

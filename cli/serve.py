@@ -26,7 +26,12 @@ if TYPE_CHECKING:
 DEFAULT_DEVICES = "phone,phone,tablet"
 WATCH_S = 0.2
 
-Devices = Annotated[str, typer.Option(help="Device profiles to emulate, by name or path, with commas between.")]
+Devices = Annotated[
+    str,
+    typer.Option(
+        help="Device profiles to emulate, by name or path, with commas between; tablet:latency is a tablet kept for latency."
+    ),
+]
 StopOnStdinEof = Annotated[bool, typer.Option("--stop-on-stdin-eof", hidden=True)]
 
 

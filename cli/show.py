@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cli.ask import DEFAULT_SERVER, Server
-from cli.terminal import format_bytes, say, write_json
+from cli.terminal import console, format_bytes, say, write_json
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from shoal.status import DeviceStatus, FleetStatus
+    from shoal.status import DeviceStatus, FleetStatus, PipelineStatus
 
 TIMEOUT_S = 10.0
 
@@ -21,7 +23,7 @@ def status(
     json: Annotated[bool, typer.Option("--json", help="Print the whole status as one JSON object.")] = False,
     server: Server = DEFAULT_SERVER,
 ) -> None:
-    """Show devices, layers, memory and speed."""
+    """Show devices, layers, memory, heat and speed."""
     from shoal.client import Client
 
     with Client(server, timeout_s=TIMEOUT_S) as client:
@@ -38,46 +40,121 @@ def status(
 
 
 def device_table(fleet: FleetStatus) -> Table:
-    """One row a device."""
+    """One row a device, in the order of pipelines and stages; columns for what is known of any, as far as there is room."""
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("device", "kind", "state", "layers", "memory", "decode", "link to next"):
-        is_number = title in ("layers", "memory", "decode")
-        table.add_column(title, justify="right" if is_number else "left", no_wrap=True)
-    for device in sorted(fleet.devices, key=_by_stage):
-        table.add_row(*_row(device))
+    devices = sorted(fleet.devices, key=lambda device: _place(fleet, device))
+    columns = [column for column in COLUMNS if column.is_needed(fleet)]
+    while sum(column.width(devices) for column in columns) > console().width:
+        least = max(columns, key=lambda column: column.rank)
+        if least.rank == 0:
+            break
+        columns.remove(least)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for column in columns:
+        table.add_column(column.title, justify="right" if column.is_number else "left", no_wrap=True)
+    for device, following in zip(devices, [*devices[1:], None], strict=True):
+        # Text of devices goes into cells as it is: the console reads no markup.
+        is_last = following is not None and following.pipeline_id != device.pipeline_id
+        table.add_row(*(column.cell(device) for column in columns), end_section=is_last)
     return table
 
 
-def _by_stage(device: DeviceStatus) -> tuple[bool, int, str]:
-    return (device.layers is None, device.layers.start if device.layers else 0, device.worker_id)
-
-
-def _row(device: DeviceStatus) -> tuple[str, ...]:
-    # Text of devices goes into cells as it is: the console reads no markup.
+def _place(fleet: FleetStatus, device: DeviceStatus) -> tuple[bool, int, str, int, str]:
+    """By pipeline, those that serve in their order, then by stage; what stands by is last."""
+    serving = [pipeline.pipeline_id for pipeline in fleet.pipelines]
+    is_serving = device.pipeline_id in serving
     return (
+        device.layers is None,
+        serving.index(device.pipeline_id) if is_serving else len(serving),
+        device.pipeline_id,
+        device.layers.start if device.layers else 0,
         device.worker_id,
-        device.kind,
-        device.state,
-        str(device.layers or "-"),
-        f"{format_bytes(device.used_bytes)} of {format_bytes(device.memory_bytes)}",
-        f"{device.decode_ms:.1f} ms" if device.decode_ms else "-",
-        device.link_to_next or "-",
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of the table of devices.
+
+    rank: of those above 0, the highest is the first to be left out where the terminal is too narrow. is_needed: whether
+    there is anything to show in it.
+    """
+
+    title: str
+    cell: Callable[[DeviceStatus], str]
+    is_number: bool = False
+    rank: int = 0
+    is_needed: Callable[[FleetStatus], bool] = lambda _: True
+
+    def width(self, devices: Sequence[DeviceStatus]) -> int:
+        """Characters it takes, with the space between columns."""
+        return max(len(text) for text in (self.title, *map(self.cell, devices))) + 2
+
+
+def _heat(device: DeviceStatus) -> str:
+    temperature_c = device.telemetry.temperature_c
+    return device.thermal_state + ("" if temperature_c is None else f" {temperature_c:.0f} C")
+
+
+def _battery(device: DeviceStatus) -> str:
+    percent = device.telemetry.battery_percent
+    if percent is None:
+        return "-"
+    return f"{percent:.0f} %" + (" +" if device.telemetry.is_charging else "")
+
+
+COLUMNS = (
+    Column("pipeline", lambda device: device.pipeline_id or "-", is_needed=lambda fleet: len(_pipeline_ids(fleet)) > 1),
+    Column("device", lambda device: device.worker_id),
+    Column("kind", lambda device: device.kind, rank=4),
+    Column("state", lambda device: device.state),
+    Column("layers", lambda device: str(device.layers or "-"), is_number=True),
+    Column(
+        "memory",
+        lambda device: f"{format_bytes(device.used_bytes)} of {format_bytes(device.memory_bytes)}",
+        is_number=True,
+    ),
+    Column("decode", lambda device: f"{device.decode_ms:.1f} ms" if device.decode_ms else "-", is_number=True, rank=2),
+    Column("heat", _heat, is_needed=lambda fleet: any(device.thermal_state for device in fleet.devices)),
+    Column(
+        "battery",
+        _battery,
+        is_number=True,
+        rank=1,
+        is_needed=lambda fleet: any(device.telemetry.battery_percent is not None for device in fleet.devices),
+    ),
+    Column("link", lambda device: device.link_to_next or "-", rank=3),
+)
+
+
+def _pipeline_ids(fleet: FleetStatus) -> set[str]:
+    return {device.pipeline_id for device in fleet.devices if device.pipeline_id}
+
+
 def pipeline_lines(fleet: FleetStatus) -> list[str]:
-    """Load and speed; nothing before the first placement."""
-    pipeline = fleet.pipeline
-    if pipeline is None:
-        return []
-    return [
-        f"pipeline {pipeline.pipeline_id} (epoch {pipeline.epoch}): "
+    """Load and speed of each pipeline; nothing before the first placement."""
+    return [line for pipeline in fleet.pipelines for line in _lines_of(fleet, pipeline)]
+
+
+def _lines_of(fleet: FleetStatus, pipeline: PipelineStatus) -> Iterator[str]:
+    mode = f"{pipeline.mode}, " if pipeline.mode else ""
+    yield (
+        f"pipeline {pipeline.pipeline_id} ({mode}epoch {pipeline.epoch}): "
         f"{pipeline.used_slots} of {pipeline.num_slots} slots, "
-        f"{pipeline.used_kv_tokens} of {pipeline.kv_tokens} KV tokens, context {pipeline.context_tokens}",
-        f"{fleet.num_running} running, {fleet.num_waiting} waiting; "
+        f"{pipeline.used_kv_tokens} of {pipeline.kv_tokens} KV tokens, context {pipeline.context_tokens}"
+    )
+    yield (
+        f"  {pipeline.num_running} running, {pipeline.num_waiting} waiting; "
         f"decode {pipeline.decode_tokens_per_s:.1f}, prefill {pipeline.prefill_tokens_per_s:.1f} tokens/s; "
-        f"{pipeline.completion_tokens_total} tokens since the start",
+        f"{pipeline.completion_tokens_total} tokens since it came up"
+    )
+    spared = [
+        f"{device.worker_id} is {device.thermal_state} ({device.thermal_cause})"
+        for device in fleet.devices
+        if device.pipeline_id == pipeline.pipeline_id and device.thermal_cause
     ]
+    if spared:
+        steps = f" and {pipeline.steps_per_s:g} steps/s" if pipeline.steps_per_s else ""
+        yield f"  kept to batches of {pipeline.max_batch}{steps}: {', '.join(spared)}"

@@ -14,8 +14,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -25,7 +25,7 @@ from shoal.client import Client
 from shoal.config import Config, OrchestratorConfig, WorkerConfig, options
 from shoal.errors import ConfigError, ConnectionFailed, DeadlineExceeded, LaunchFailed, NotReady, PlacementImpossible
 from shoal.status import FleetStatus
-from shoal.types import DeviceProfile
+from shoal.types import DeviceMode, DeviceProfile
 
 ORCHESTRATOR = "orchestrator"
 POLL_S = 0.05
@@ -53,10 +53,33 @@ class Child:
         return self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-NUM_LOG_LINES:]
 
 
+@dataclass(frozen=True, slots=True)
+class _Device:
+    """A device to emulate. source: where its worker reads the profile, empty if nowhere yet; mode: in place of its own."""
+
+    profile: DeviceProfile
+    source: str = ""
+    mode: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> _Device:
+        """Read NAME, PATH, NAME:MODE or PATH:MODE. Raises ConfigError."""
+        source, colon, mode = text.rpartition(":")
+        if not colon or mode.endswith(".toml") or "/" in mode or "\\" in mode:
+            return cls(load_profile(text), text)
+        modes = [mode.value for mode in DeviceMode]
+        if mode not in modes:
+            raise ConfigError(
+                f"device {text!r}: {mode!r} is not a mode; it must be one of {', '.join(modes)}", field="devices"
+            )
+        return cls(replace(load_profile(source), mode=DeviceMode(mode)), source, mode)
+
+
 class LocalFleet:
     """An orchestrator and one worker a device, on this machine.
 
-    devices: names or paths of profiles, or profiles. Port 0 takes a free port; `address` is where the orchestrator is.
+    devices: names or paths of profiles, with :latency, :throughput or :mixed behind them to change what they are for; or
+    profiles. Port 0 takes a free port; `address` is where the orchestrator is.
     Children end with the fleet, and also when this process dies in any way: the other end of their standard input is
     held by it alone.
 
@@ -73,8 +96,7 @@ class LocalFleet:
         if not devices:
             raise ConfigError("a fleet needs at least one device", field="devices")
         self._worker = worker or WorkerConfig()
-        self._devices = tuple(devices)
-        self._profiles = [load_profile(device) if isinstance(device, str) else device for device in devices]
+        self._devices = [_Device.parse(device) if isinstance(device, str) else _Device(device) for device in devices]
         port = config.port or _free_port(config.host)
         self.config = replace(config, port=port, expect_workers=len(devices))
         self.address = f"{_reachable(config.host)}:{port}"
@@ -87,7 +109,7 @@ class LocalFleet:
 
     @property
     def worker_ids(self) -> list[str]:
-        return list(_worker_ids(self._profiles))
+        return list(_worker_ids([device.profile for device in self._devices]))
 
     def start(self) -> None:
         """Start all processes at once: workers ask for the orchestrator until it answers.
@@ -96,10 +118,12 @@ class LocalFleet:
         """
         _check_free(self.config.host, self.config.port)
         self._start_child(ORCHESTRATOR, [ORCHESTRATOR, *to_flags(self.config)])
-        for worker_id, device, profile in zip(self.worker_ids, self._devices, self._profiles, strict=True):
+        for worker_id, device in zip(self.worker_ids, self._devices, strict=True):
             config = replace(self._worker, join=self.address, worker_id=worker_id, home=self.config.home)
-            source = device if isinstance(device, str) else self._write_profile(worker_id, device)
-            self._start_child(worker_id, ["worker", f"--profile={source}", *to_flags(config)], profile)
+            if device.mode:
+                config = replace(config, mode=device.mode)
+            source = device.source or self._write_profile(worker_id, device.profile)
+            self._start_child(worker_id, ["worker", f"--profile={source}", *to_flags(config)], device.profile)
 
     def _write_profile(self, worker_id: str, profile: DeviceProfile) -> Path:
         path = self.config.home / "devices" / worker_id / "profile.toml"
@@ -133,7 +157,7 @@ class LocalFleet:
     def wait_ready(
         self, timeout_s: float = 60.0, on_status: Callable[[FleetStatus], None] = lambda _: None
     ) -> FleetStatus:
-        """Wait until a pipeline serves; on_status sees every status on the way.
+        """Wait until every pipeline serves; on_status sees every status on the way.
 
         Raises LaunchFailed if a child ends, PlacementImpossible if the layers do not fit the devices, and NotReady, saying
         what is waited for, when time is up.
@@ -147,11 +171,11 @@ class LocalFleet:
                 status = _try_status(client)
                 if status is not None:
                     on_status(status)
-                    if status.ready:
+                    if status.is_complete:
                         return status
                     if not self._is_stuck(status) or status.waiting_for != waiting_for:
                         stuck_since = time.monotonic()
-                    waiting_for = status.waiting_for
+                    waiting_for = status.waiting_for or "the other pipelines"
                     if time.monotonic() - stuck_since > STUCK_S:
                         raise PlacementImpossible(waiting_for)
                 time.sleep(POLL_S)
@@ -225,6 +249,7 @@ def to_toml(profile: DeviceProfile) -> str:
     fields = {
         "name": profile.name,
         "kind": profile.kind,
+        "mode": profile.mode.value,
         "memory_mib": max(1, profile.memory_bytes // 2**20),
         "speed": profile.speed,
         "threads": profile.num_threads,
@@ -233,10 +258,20 @@ def to_toml(profile: DeviceProfile) -> str:
         "allow_direct_links": profile.allow_direct_links,
         "emulated": profile.is_emulated,
     }
-    link = {"delay_ms": profile.link.delay_ms, "rate_mbit_s": profile.link.rate_mbit_s}
-    # JSON's texts, numbers and truth values are TOML's too.
-    lines = [f"{name} = {json.dumps(value)}" for name, value in fields.items()]
-    return "\n".join([*lines, "[link]", *(f"{name} = {json.dumps(value)}" for name, value in link.items()), ""])
+    tables = {
+        "fallback": {"timeout_ms": profile.fallback_timeout_ms},
+        # A list that is empty says as much as one that is not there, which is how a file says it.
+        "limits": {name: value for name, value in asdict(profile.limits).items() if value != ()},
+        "link": asdict(profile.link),
+        "thermal": asdict(profile.thermal),
+        "battery": asdict(profile.battery),
+    }
+    return _to_lines(fields) + "".join(f"[{table}]\n{_to_lines(content)}" for table, content in tables.items())
+
+
+def _to_lines(fields: Mapping[str, object]) -> str:
+    # JSON's texts, numbers, lists and truth values are TOML's too.
+    return "".join(f"{name} = {json.dumps(value)}\n" for name, value in fields.items())
 
 
 def _worker_ids(profiles: Sequence[DeviceProfile]) -> Iterator[str]:

@@ -1,24 +1,35 @@
 """Reads device profiles: those shipped in `launch/devices` by their name, a user's own by its path.
 
-Decides what a profile file may say, and fills in what a device that is not emulated has: the memory and the cores of
-this machine. Knows nothing of workers: the command line and the launchers pass on the DeviceProfile that comes out.
+Decides what a profile file may say, tells where it says something else, and fills in what a device that is not emulated
+has: the memory and the cores of this machine. Knows nothing of workers: the command line and the launchers pass on the
+DeviceProfile that comes out.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from shoal.errors import ConfigError
-from shoal.types import DeviceProfile, LinkProfile
+from shoal.types import (
+    BatteryModel,
+    DeviceLimits,
+    DeviceMode,
+    DeviceProfile,
+    LinkProfile,
+    ThermalModel,
+    ThermalState,
+)
 
 KINDS = ("phone", "tablet", "laptop", "box", "host")
 
@@ -26,6 +37,7 @@ KINDS = ("phone", "tablet", "laptop", "box", "host")
 MEMORY_SHARE = 0.8
 
 _MIB = 2**20
+_NUM_STATES = len(ThermalState)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,24 +57,89 @@ class _Rule:
     is_allowed: Callable[[Any], bool]
 
 
+def _number(allowed: str, is_allowed: Callable[[float], bool]) -> _Rule:
+    return _Rule((int, float), allowed, is_allowed)
+
+
+def _falls(values: Sequence[float]) -> bool:
+    return all(before >= after for before, after in pairwise(values))
+
+
+def _is_batch_list(values: list[Any]) -> bool:
+    is_list_of_rows = len(values) == _NUM_STATES and all(type(rows) is int and 1 <= rows <= 1024 for rows in values)
+    return is_list_of_rows and _falls(values)
+
+
+def _is_pace_list(values: list[Any]) -> bool:
+    is_list_of_paces = len(values) == _NUM_STATES and all(
+        type(steps) in (int, float) and (steps == 0 or 0.1 <= steps <= 1000.0) for steps in values
+    )
+    return is_list_of_paces and _falls([steps or float("inf") for steps in values])
+
+
+_MODES = tuple(mode.value for mode in DeviceMode)
+_STATES = "nominal, moderate, hot and critical"
+_DEGREES = _number("a number of degrees Celsius above 0 and up to 150, or 0 for never", lambda least: 0 <= least <= 150)
+_PERCENT = _number("a number of percent from 0 to 100", lambda percent: 0 <= percent <= 100)
+_WATTS = _number("a number of watts from 0 to 1000", lambda watts: 0 <= watts <= 1000)
+
 _RULES = {
     "name": _Rule((str,), "a text that is not empty", bool),
     "kind": _Rule((str,), "one of " + ", ".join(KINDS), lambda kind: kind in KINDS),
+    "mode": _Rule((str,), "one of " + ", ".join(_MODES), lambda mode: mode in _MODES),
     "memory_mib": _Rule(
         (int,), "a whole number of MiB, or 0 for what this machine has free", lambda mib: 0 <= mib < 2**40
     ),
-    "speed": _Rule((int, float), "a number above 0 and at most 100", lambda speed: 0.0 < speed <= 100.0),
+    "speed": _number("a number above 0 and at most 100", lambda speed: 0.0 < speed <= 100.0),
     "threads": _Rule((int,), "a whole number, or 0 for all cores of this machine", lambda count: 0 <= count <= 1024),
     "max_batch": _Rule((int,), "a whole number from 1 to 1024", lambda rows: 1 <= rows <= 1024),
-    "poll_ms": _Rule((int, float), "a number of milliseconds from 0 to 100", lambda poll: 0.0 <= poll <= 100.0),
+    "poll_ms": _number("a number of milliseconds from 0 to 100", lambda poll: 0.0 <= poll <= 100.0),
     "allow_direct_links": _Rule((bool,), "true or false", lambda _: True),
     "emulated": _Rule((bool,), "true or false", lambda _: True),
 }
-_LINK_RULES = {
-    "delay_ms": _Rule((int, float), "a number of milliseconds from 0 to 60000", lambda delay: 0.0 <= delay <= 60_000.0),
-    "rate_mbit_s": _Rule((int, float), "a number of Mbit/s, or 0 for no limit", lambda rate: 0.0 <= rate <= 1e6),
+_TABLE_RULES = {
+    "fallback": {
+        "timeout_ms": _number("a number of milliseconds above 0 and up to 600000", lambda ms: 0.0 < ms <= 600_000.0),
+    },
+    "link": {
+        "delay_ms": _number("a number of milliseconds from 0 to 60000", lambda delay: 0.0 <= delay <= 60_000.0),
+        "rate_mbit_s": _number("a number of Mbit/s up to 1000000, or 0 for no limit", lambda rate: 0.0 <= rate <= 1e6),
+    },
+    "limits": {
+        "moderate_c": _DEGREES,
+        "hot_c": _DEGREES,
+        "critical_c": _DEGREES,
+        "low_battery_percent": _PERCENT,
+        "critical_battery_percent": _PERCENT,
+        "busy_load": _number(
+            "the share of its processors that other programs take, up to 1, or 0 for never", lambda load: 0 <= load <= 1
+        ),
+        "max_batch": _Rule(
+            (list,),
+            f"four whole numbers from 1 to 1024, for {_STATES}, none above the one before it",
+            _is_batch_list,
+        ),
+        "steps_per_s": _Rule(
+            (list,),
+            f"four numbers from 0.1 to 1000, for {_STATES}, none above the one before it; 0, for no limit, only in front",
+            _is_pace_list,
+        ),
+    },
+    "thermal": {
+        "ambient_c": _number("a number of degrees Celsius from -40 to 60", lambda degrees: -40 <= degrees <= 60),
+        "heat_c_per_s": _number("a number of degrees Celsius a second from 0 to 100", lambda heat: 0 <= heat <= 100),
+        "cooling_per_s": _number("a number from 0.00001 to 10", lambda cooling: 1e-5 <= cooling <= 10),
+    },
+    "battery": {
+        "capacity_wh": _number("a number of Wh up to 100000, or 0 for none", lambda capacity: 0 <= capacity <= 1e5),
+        "start_percent": _PERCENT,
+        "active_w": _WATTS,
+        "idle_w": _WATTS,
+    },
 }
 _REQUIRED = ("name", "kind", "memory_mib")
+# Kept by emulation only; table -> what it is when the file says nothing.
+_EMULATED_TABLES = {"link": LinkProfile(), "thermal": ThermalModel(), "battery": BatteryModel()}
 
 
 def shipped_names() -> tuple[str, ...]:
@@ -80,24 +157,71 @@ def measure_machine() -> Machine:
 def load_profile(name_or_path: str, measure: Callable[[], Machine] = measure_machine) -> DeviceProfile:
     """Read a shipped profile by name, or a file whose path has a separator or ends in .toml.
 
-    Raises ConfigError that names the file, the field and what it may be.
+    Raises ConfigError that names the file, the line, the field and what it may be.
     """
-    where, text = _read(name_or_path)
-    try:
-        content = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{where}: not valid TOML: {error}") from error
-    link = content.pop("link", {})
-    if not isinstance(link, dict):
-        raise ConfigError(f"{where}: link must be a table [link] with {_listed(_LINK_RULES)}", field="link")
-    _check(where, content, _RULES, prefix="")
-    _check(where, link, _LINK_RULES, prefix="link.")
+    file = _File(*_read(name_or_path))
+    top = {field: value for field, value in file.content.items() if field not in _TABLE_RULES}
+    for field, value in file.content.items():
+        if field not in _TABLE_RULES:
+            _check(file, (field,), value, _RULES)
+            continue
+        if not isinstance(value, dict):
+            fields = ", ".join(_TABLE_RULES[field])
+            raise file.refusal((field,), f"is not a table; it must be a table [{field}] with {fields}")
+        for inner, inner_value in value.items():
+            _check(file, (field, inner), inner_value, _TABLE_RULES[field])
     for field in _REQUIRED:
-        if field not in content:
-            raise ConfigError(f"{where}: {field} is missing; it must be {_RULES[field].allowed}", field=field)
-    profile = _build(content, link, measure)
-    _check_emulation(where, profile)
+        if field not in top:
+            raise ConfigError(f"{file.name}: {field} is missing; it must be {_RULES[field].allowed}", field=field)
+    profile = _build(top, {table: file.content.get(table, {}) for table in _TABLE_RULES}, measure)
+    _check_thresholds(file, profile.limits)
+    _check_emulation(file, profile)
     return profile
+
+
+class _File:
+    """A profile's text, what it says, and where it says it."""
+
+    __slots__ = ("content", "name", "text")
+
+    def __init__(self, name: str, text: str) -> None:
+        """Raise ConfigError with the line for what is not TOML."""
+        self.name = name
+        self.text = text
+        try:
+            self.content: dict[str, Any] = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            found = re.search(r"at line (\d+)", str(error))
+            lines = text.split("\n")
+            line = int(found[1]) if found else len(lines)
+            raise ConfigError(
+                f"{name}:{line}: not valid TOML: {error} in: {lines[line - 1].strip()}", field="profile"
+            ) from error
+
+    def refusal(self, path: tuple[str, ...], problem: str) -> ConfigError:
+        """The error for a field, or a table, with the line where it is set."""
+        field = ".".join(path)
+        return ConfigError(f"{self.name}:{self._line_of(path)}: {field} {problem}", field=field)
+
+    def _line_of(self, path: tuple[str, ...]) -> int:
+        """Where the statement that sets a field begins.
+
+        That is the last one of the shortest text, cut between statements, that has the field in it: so the parser alone
+        decides what a statement is, whichever way it is written.
+        """
+        lines = self.text.split("\n")
+        begin = 1
+        for end in range(1, len(lines) + 1):
+            try:
+                content: Any = tomllib.loads("\n".join(lines[:end]))
+            except tomllib.TOMLDecodeError:
+                continue  # cut within a statement
+            for key in path:
+                content = content.get(key) if isinstance(content, dict) else None
+            if content is not None:
+                return begin
+            begin = end + 1
+        raise AssertionError(f"{path} is not in {self.name}")
 
 
 def _shipped() -> Any:
@@ -120,49 +244,90 @@ def _read(name_or_path: str) -> tuple[str, str]:
         raise ConfigError(f"{entry}: cannot be read: {error}", field="profile") from error
 
 
-def _check(where: str, content: Mapping[str, Any], rules: Mapping[str, _Rule], *, prefix: str) -> None:
-    for key, value in content.items():
-        name = prefix + key
-        if key not in rules:
-            raise ConfigError(f"{where}: {name} is not a field of a profile; fields are {_listed(rules)}", field=name)
-        # bool is an int to isinstance, but `threads = true` is a mistake.
-        if type(value) not in rules[key].types or not rules[key].is_allowed(value):
-            shown = str(value).lower() if isinstance(value, bool) else repr(value)
-            raise ConfigError(f"{where}: {name} = {shown} is not allowed; it must be {rules[key].allowed}", field=name)
+def _check(file: _File, path: tuple[str, ...], value: Any, rules: Mapping[str, _Rule]) -> None:
+    key = path[-1]
+    if key not in rules:
+        raise file.refusal(path, f"is not a field of {_fields_of(path[:-1])}{_right_place(key)}")
+    # bool is an int to isinstance, but `threads = true` is a mistake.
+    if type(value) not in rules[key].types or not rules[key].is_allowed(value):
+        shown = str(value).lower() if isinstance(value, bool) else repr(value)
+        raise file.refusal(path, f"= {shown} is not allowed; it must be {rules[key].allowed}")
 
 
-def _build(content: Mapping[str, Any], link: Mapping[str, Any], measure: Callable[[], Machine]) -> DeviceProfile:
-    memory_bytes, num_threads = content["memory_mib"] * _MIB, content.get("threads", 1)
+def _fields_of(table: tuple[str, ...]) -> str:
+    if table:
+        return f"[{table[0]}]; fields are " + ", ".join(_TABLE_RULES[table[0]])
+    tables = ", ".join(f"[{name}]" for name in _TABLE_RULES)
+    return f"a profile; fields are {', '.join(_RULES)}, and tables {tables}"
+
+
+def _right_place(key: str) -> str:
+    """A field that was given elsewhere than where it belongs, as after a table that was to end."""
+    places = [f"in [{table}]" for table, rules in _TABLE_RULES.items() if key in rules]
+    places += ["before the first table"] if key in _RULES else []
+    return f" ({key} belongs {' or '.join(places)})" if places else ""
+
+
+def _build(top: Mapping[str, Any], tables: Mapping[str, Any], measure: Callable[[], Machine]) -> DeviceProfile:
+    memory_bytes, num_threads = top["memory_mib"] * _MIB, top.get("threads", 1)
     if memory_bytes == 0 or num_threads == 0:
         machine = measure()
         memory_bytes = memory_bytes or int(machine.available_bytes * MEMORY_SHARE)
         num_threads = num_threads or machine.num_cores
     return DeviceProfile(
-        name=content["name"],
-        kind=content["kind"],
+        name=top["name"],
+        kind=top["kind"],
+        mode=DeviceMode(top.get("mode", DeviceMode.MIXED.value)),
         memory_bytes=memory_bytes,
-        speed=float(content.get("speed", 1.0)),
+        speed=float(top.get("speed", 1.0)),
         num_threads=num_threads,
-        max_batch=content.get("max_batch", 16),
-        poll_ms=float(content.get("poll_ms", 0.0)),
-        allow_direct_links=content.get("allow_direct_links", True),
-        link=LinkProfile(float(link.get("delay_ms", 0.0)), float(link.get("rate_mbit_s", 0.0))),
-        is_emulated=content.get("emulated", False),
+        max_batch=top.get("max_batch", 16),
+        poll_ms=float(top.get("poll_ms", 0.0)),
+        allow_direct_links=top.get("allow_direct_links", True),
+        is_emulated=top.get("emulated", False),
+        fallback_timeout_ms=float(tables["fallback"].get("timeout_ms", 200.0)),
+        link=LinkProfile(**_floats(tables["link"])),
+        limits=_limits(tables["limits"]),
+        thermal=ThermalModel(**_floats(tables["thermal"])),
+        battery=BatteryModel(**_floats(tables["battery"])),
     )
 
 
-def _check_emulation(where: str, profile: DeviceProfile) -> None:
+def _floats(table: Mapping[str, Any]) -> dict[str, float]:
+    return {field: float(value) for field, value in table.items()}
+
+
+def _limits(table: Mapping[str, Any]) -> DeviceLimits:
+    given: dict[str, Any] = dict(_floats({field: value for field, value in table.items() if type(value) is not list}))
+    if "max_batch" in table:
+        given["max_batch"] = tuple(table["max_batch"])
+    if "steps_per_s" in table:
+        given["steps_per_s"] = tuple(float(steps) for steps in table["steps_per_s"])
+    return DeviceLimits(**given)
+
+
+def _check_thresholds(file: _File, limits: DeviceLimits) -> None:
+    """A worse state must begin at a higher temperature, and at a lower battery, than a better one."""
+    rising = [(field, getattr(limits, field)) for field in ("moderate_c", "hot_c", "critical_c")]
+    for (milder, least), (worse, value) in pairwise([pair for pair in rising if pair[1] > 0.0]):
+        if value <= least:
+            raise file.refusal(
+                ("limits", worse), f"= {value:g} is not allowed; it must be above {milder}, which is {least:g}"
+            )
+    low, critical = limits.low_battery_percent, limits.critical_battery_percent
+    if 0.0 < low <= critical:
+        raise file.refusal(
+            ("limits", "critical_battery_percent"),
+            f"= {critical:g} is not allowed; it must be below low_battery_percent, which is {low:g}",
+        )
+
+
+def _check_emulation(file: _File, profile: DeviceProfile) -> None:
     if profile.is_emulated and profile.speed > 1.0:
-        raise ConfigError(
-            f"{where}: speed = {profile.speed} cannot be emulated; it must be above 0 and at most 1, the speed of this "
-            "machine",
-            field="speed",
+        raise file.refusal(
+            ("speed",),
+            f"= {profile.speed:g} cannot be emulated; it must be above 0 and at most 1, the speed of this machine",
         )
-    if not profile.is_emulated and profile.link != LinkProfile():
-        raise ConfigError(
-            f"{where}: link limits are kept by emulation only; set emulated = true or remove [link]", field="link"
-        )
-
-
-def _listed(rules: Mapping[str, _Rule]) -> str:
-    return ", ".join(rules)
+    for table, default in _EMULATED_TABLES.items():
+        if not profile.is_emulated and getattr(profile, table) != default:
+            raise file.refusal((table,), f"is kept by emulation only; set emulated = true or remove [{table}]")

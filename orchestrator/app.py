@@ -14,14 +14,17 @@ from grpc_reflection.v1alpha import reflection
 from modelstore.manifest import Manifest
 from modelstore.store import ModelStore
 from orchestrator.control import Control
+from orchestrator.core.sequence import QosTargets
+from orchestrator.core.tenants import TenantLedger, parse_weights
 from orchestrator.engine import Engine
 from orchestrator.flow import FlowHub
 from orchestrator.membership import FleetServicer
-from orchestrator.server import AdminServicer, InferenceServicer, drain
+from orchestrator.server import AdminServicer, InferenceServicer, ServingOptions, drain
 from orchestrator.tokenizer import Tokenizer
 from shoal import process, rpc
 from shoal.config import OrchestratorConfig
 from shoal.errors import ConnectionFailed
+from shoal.types import QosClass
 from shoal.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -66,7 +69,7 @@ class Orchestrator:
         self._config = config
         self._store = ModelStore(Path(config.home))
         manifest = self._store.open(config.model)
-        self._engine = Engine()
+        self._engine = Engine(TenantLedger(parse_weights(config.tenant_weights)))
         self._hub = FlowHub(
             self._engine.on_frame, lambda worker_id, message: self._control.link_lost(worker_id, message)
         )
@@ -78,7 +81,9 @@ class Orchestrator:
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until `stopping` is set, then drain. Raises ConnectionFailed if the port is taken."""
         server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
-        inference = InferenceServicer(self._manifest, Tokenizer(self._manifest.tokenizer), self._engine, self._control)
+        inference = InferenceServicer(
+            self._manifest, Tokenizer(self._manifest.tokenizer), self._engine, self._control, _options(self._config)
+        )
         self._add_services(server, inference)
         port = self._bind(server)
         if self._config.use_sockets:
@@ -112,7 +117,7 @@ class Orchestrator:
 
     def _add_services(self, server: grpc.aio.Server, inference: InferenceServicer) -> None:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(inference, server)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self._control), server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self._control, self._engine), server)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(self._membership, server)
         flow_pb2_grpc.add_FlowServiceServicer_to_server(self._hub, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -124,3 +129,8 @@ class Orchestrator:
             await self._health.set(service, states.SERVING if is_serving else states.NOT_SERVING)
         for service in SERVICES[1:]:
             await self._health.set(service, states.SERVING)
+
+
+def _options(config: OrchestratorConfig) -> ServingOptions:
+    targets = QosTargets(ttft_s=config.ttft_ms / 1e3, inter_token_s=config.inter_token_ms / 1e3)
+    return ServingOptions(default_qos=QosClass(config.qos), balanced_targets=targets)

@@ -1,7 +1,8 @@
-"""The control task: takes workers in, places the model over them, brings the pipeline up, and notices who is lost.
+"""The control task: takes workers in, has the model placed over them, and notices who is lost, who is warm and who leaves.
 
-Owns the fleet; `membership` tells it what workers say. Decisions are the cores' (`core.fleet`, `core.placement`); this
-module carries them out: commands down the Attach streams, the pipeline up or down at the engine.
+Owns the fleet; `membership` tells it what workers say. Decisions are the cores' (`core.fleet`, `core.grouping`): this module
+asks for them when something has changed, has `bringup` carry them out, and keeps what happens to one pipeline from the
+others.
 """
 
 from __future__ import annotations
@@ -9,43 +10,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
 import time
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 
 from modelstore.manifest import Manifest
+from orchestrator.bringup import Bringup
 from orchestrator.core.fleet import Fleet, Member, WorkerState
-from orchestrator.core.limits import SchedulerLimits
-from orchestrator.core.placement import Placement, check_split, place
+from orchestrator.core.placement import Placement, Worker
 from orchestrator.engine import Engine
 from orchestrator.flow import FlowHub
-from orchestrator.pipeline import Pipeline, StageMember
+from orchestrator.monitors import Monitors
+from orchestrator.planner import Planner
 from orchestrator.session import WorkerSession
-from orchestrator.shards import footprint, load_command
-from orchestrator.status import device_status, pipeline_status
+from orchestrator.status import device_status, pipeline_statuses
 from shoal import rpc
 from shoal.config import OrchestratorConfig
-from shoal.errors import (
-    ConfigError,
-    NotReady,
-    PlacementImpossible,
-    ShardDoesNotFit,
-    ShoalError,
-    WorkerLost,
-)
-from shoal.types import DeviceProfile, WorkerId
+from shoal.errors import ConfigError, NotReady, PlacementImpossible, ShardDoesNotFit, ShoalError, WorkerLost
+from shoal.types import PipelineId, WorkerId
 from shoal.v1 import admin_pb2, fleet_pb2
 
 logger = logging.getLogger(__name__)
 
-PIPELINE_ID = "p1"
 TICK_S = 0.25
 # A longer pause between two looks is our own stall, not the devices'.
 STALL_S = 1.0
-# Downloading and loading a shard, over the slowest link that makes sense.
-LOAD_TIMEOUT_S = 300.0
-# A request that comes while a pipeline is being built waits for it this long.
+# A request that comes while no pipeline is up, but one is being built, waits for it this long.
 SERVING_TIMEOUT_S = 15.0
 # A killed device breaks its links and its Attach stream within milliseconds, in any order.
 LINK_GRACE_S = 0.05
@@ -54,10 +44,10 @@ RETRY_S = 2.0
 
 
 class Control:
-    """Fleet, placement and the life of the pipeline.
+    """Fleet, placements and the life of the pipelines.
 
-    Invariants: every member of the fleet has a session; the engine has a pipeline only while the fleet's placement is in
-    force and all its stages are loaded and linked.
+    Invariants: every member of the fleet has a session and a monitor; the engine has a pipeline only while its placement is
+    in force and all its stages are loaded and linked; `_serving` is set exactly while one of them takes requests.
     """
 
     def __init__(
@@ -73,16 +63,16 @@ class Control:
         self._hub = hub
         self._engine = engine
         self._set_serving = set_serving
-        self._split = _parse_split(config.split, manifest.config.num_layers)
-        self._footprint = footprint(manifest)
+        self._planner = Planner(config, manifest)
         self._fleet = Fleet(lease_s=config.lease_s)
         self._sessions: dict[WorkerId, WorkerSession] = {}
+        self._monitors = Monitors(self._fleet, engine)
+        self._bringup = Bringup(config, manifest, self._fleet, self._sessions, hub, engine)
         self._unlinked: set[WorkerId] = set()
-        self._refused: dict[WorkerId, str] = {}
+        self._refused: set[WorkerId] = set()
         self._has_placed = False
         self._wants_placement = True
         self._retry_at = 0.0
-        self._load_deadline = 0.0
         self._trouble = ""
         self._started_at = time.monotonic()
         self._serving = asyncio.Event()
@@ -90,7 +80,7 @@ class Control:
         self._is_stopping = False
 
     async def watch(self) -> None:
-        """Place, expire leases and report health until cancelled."""
+        """Tick and report health until cancelled."""
         await self._set_serving(False)
         looked_at = time.monotonic()
         while True:
@@ -99,45 +89,54 @@ class Control:
                 # We slept, or were busy: heartbeats of that time lie unread.
                 self._fleet.extend_leases(now - looked_at)
             looked_at = now
-            for worker_id in self._fleet.expire(now):
-                self._lost(worker_id, f"no heartbeat for {self._config.lease_s} s")
-            self._expire_loading(now)
-            self._release_leaving()
-            self._consider_placement()
+            self.tick(now)
             if self._serving_shown != self._serving.is_set():
                 self._serving_shown = self._serving.is_set()
                 await self._set_serving(self._serving_shown)
             await asyncio.sleep(TICK_S)
 
+    def tick(self, now: float) -> None:
+        """Do what time alone brings: expire leases, give up who is late, let devices recover, and place."""
+        for worker_id in self._fleet.expire(now):
+            self._lost(worker_id, f"no heartbeat for {self._config.lease_s} s")
+        self._expire_loading(now)
+        self._monitors.tick(now)
+        self._release_leaving()
+        self._consider_placement()
+
     def stop(self) -> None:
         """End every answer and every Attach stream; workers then wait for the next orchestrator."""
         self._is_stopping = True
-        self._down(NotReady("this orchestrator has shut down; ask again when it is back", retry_after_s=5.0))
+        for placement in self._fleet.placements:
+            error = NotReady("this orchestrator has shut down; ask again when it is back", retry_after_s=5.0)
+            self._end(placement.pipeline_id, error)
         for session in self._sessions.values():
             session.close()
 
-    async def wait_serving(self) -> Pipeline:
-        """The pipeline that takes requests; waits while one is being built. Raises NotReady if there will be none soon."""
+    async def wait_serving(self) -> None:
+        """Return when a pipeline takes requests; waits while one is being built. Raises NotReady if none will soon."""
         deadline = time.monotonic() + SERVING_TIMEOUT_S
         while not self._serving.is_set() and self._is_building and time.monotonic() < deadline:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._serving.wait(), TICK_S)
-        if self._engine.pipeline is None or not self._serving.is_set():
+        if not self._serving.is_set():
             raise NotReady(f"not serving: {self._waiting_for()}", retry_after_s=1.0)
-        return self._engine.pipeline
 
     @property
     def _is_building(self) -> bool:
         """Whether a pipeline that takes requests is likely soon: stages load or drain, or are about to be placed."""
         states = {one.state for one in self._fleet.members()}
-        if self._fleet.is_ready or states & {WorkerState.LOADING, WorkerState.DRAINING}:
+        if states & {WorkerState.LOADING, WorkerState.DRAINING}:
+            return True
+        if any(self._fleet.is_ready(placement.pipeline_id) for placement in self._fleet.placements):
             return True
         return self._has_placed and self._wants_placement and bool(self._usable())
 
-    def _usable(self) -> list[tuple[WorkerId, DeviceProfile]]:
+    def _usable(self) -> tuple[Worker, ...]:
         """Those that layers may be given to, in the order of their names: a restarted fleet finds its blobs again."""
-        unusable = self._refused.keys() | self._unlinked
-        return sorted((one for one in self._fleet.placeable() if one[0] not in unusable), key=lambda one: one[0])
+        unusable = self._refused | self._unlinked
+        usable = (one for one in self._fleet.placeable() if one[0] not in unusable)
+        return tuple(sorted(usable, key=lambda one: one[0]))
 
     # Membership
 
@@ -154,13 +153,14 @@ class Control:
             earlier.close()
         self._sessions[session.worker_id] = session
         self._unlinked.add(session.worker_id)
-        self._refused.pop(session.worker_id, None)
+        self._refused.discard(session.worker_id)
         profile = rpc.profile_from_proto(hello.profile)
         self._fleet.attach(session.worker_id, hello.incarnation, profile, time.monotonic())
+        self._monitors.add(session.worker_id, profile)
         return session
 
     def joined(self, worker_id: WorkerId) -> None:
-        """A worker is attached and has its link: it can be used, at once if nothing serves, else when nobody is served."""
+        """A worker is attached and has its link: it can be used, as soon as nobody is disturbed by it."""
         self._unlinked.discard(worker_id)
         logger.info("worker_joined worker=%s members=%d", worker_id, len(self._fleet.members()))
         self._wants_placement = True
@@ -178,20 +178,20 @@ class Control:
         worker_id, incarnation = session.worker_id, session.hello.incarnation
         match request.WhichOneof("event"):
             case "heartbeat":
-                telemetry = rpc.telemetry_from_proto(request.heartbeat.telemetry)
-                if not self._fleet.heartbeat(worker_id, incarnation, telemetry, time.monotonic()):
-                    session.close()
+                self._heartbeat(session, request.heartbeat)
             case "shard_loaded":
-                session.execution_provider = request.shard_loaded.execution_provider
-                if self._fleet.shard_loaded(worker_id, incarnation, request.shard_loaded.epoch):
-                    self._open_links()
+                loaded = request.shard_loaded
+                session.execution_provider = loaded.execution_provider
+                pipeline_id = PipelineId(loaded.pipeline_id)
+                if self._fleet.shard_loaded(worker_id, incarnation, pipeline_id, loaded.epoch):
+                    self._bringup.open_links(pipeline_id, loaded.epoch)
             case "shard_failed":
-                if self._fleet.shard_failed(worker_id, incarnation, request.shard_failed.epoch):
-                    self._shard_failed(worker_id, request.shard_failed)
+                failed = request.shard_failed
+                pipeline_id = PipelineId(failed.pipeline_id)
+                if self._fleet.shard_failed(worker_id, incarnation, pipeline_id, failed.epoch):
+                    self._shard_failed(worker_id, failed)
             case "links_opened":
-                if request.links_opened.epoch == self._fleet.epoch:
-                    session.link_to_next = request.links_opened.link_to_next
-                    self._maybe_serve()
+                self._links_opened(session, request.links_opened)
             case "link_failed":
                 self._link_failed(worker_id, request.link_failed)
             case "leaving":
@@ -199,120 +199,93 @@ class Control:
             case event:
                 logger.warning("unknown_event worker=%s event=%s", worker_id, event)
 
+    def _heartbeat(self, session: WorkerSession, heartbeat: fleet_pb2.Heartbeat) -> None:
+        telemetry, now = rpc.telemetry_from_proto(heartbeat.telemetry), time.monotonic()
+        if self._fleet.heartbeat(session.worker_id, session.hello.incarnation, telemetry, now):
+            self._monitors.observe(session.worker_id, telemetry, now)
+        else:
+            session.close()
+
     # Placement
 
     def _consider_placement(self) -> None:
-        """Place if it is wanted and does not disturb anybody's answer."""
+        """Place if it is wanted, and only what does not disturb anybody's answer."""
         if not self._wants_placement or time.monotonic() < self._retry_at:
-            return
-        if self._engine.pipeline is not None and not self._engine.is_idle:
             return
         workers = self._usable()
         if not workers or (not self._has_placed and len(workers) < self._config.expect_workers):
             return
+        in_force = self._fleet.placements
         try:
-            placement = place(
-                self._footprint,
-                workers,
-                num_slots=self._config.max_sequences,
-                context_tokens=self._config.context_tokens,
-                split=self._split,
-            )
+            plan = self._planner.plan(workers, in_force)
         except (PlacementImpossible, ConfigError) as error:
             self._cannot_place(error)
             return
-        self._wants_placement = False
-        if placement == self._fleet.placement:
-            return
-        self._load(placement)
+        busy = {placement.pipeline_id for placement in in_force if self._is_busy(placement.pipeline_id)}
+        chosen = plan.choose(busy)
+        self._wants_placement = chosen != plan.best
+        if chosen != in_force:
+            self._put_in_force(chosen)
 
     def _cannot_place(self, error: ShoalError) -> None:
-        """Keep what serves, if it does; else say what is missing until somebody joins."""
+        """Keep what serves, if anything does; else say what is missing until somebody joins."""
         self._wants_placement = False
-        if self._engine.pipeline is None:
+        if not self._engine.pipelines:
             if self._trouble != error.message:
                 logger.error("placement_impossible message=%s", error.message)
             self._trouble = error.message
 
-    def _load(self, placement: Placement) -> None:
-        """Tell every worker of a placement its shard, and the others that they have none."""
-        self._down(NotReady("the layers are being placed anew; try again in a moment", retry_after_s=1.0))
+    def _put_in_force(self, placements: tuple[Placement, ...]) -> None:
+        """End the pipelines that are not among these placements, and have those brought up that are new."""
         self._has_placed = True
         self._trouble = ""
-        epoch = self._fleet.assign(placement)
-        self._load_deadline = time.monotonic() + LOAD_TIMEOUT_S
-        self._hub.routes = {index: stage.worker_id for index, stage in enumerate(placement.stages)}
-        token = secrets.token_bytes(16)
-        stages = [_address(self._sessions[stage.worker_id].hello) for stage in placement.stages]
-        for index, stage in enumerate(placement.stages):
-            self._sessions[stage.worker_id].link_to_next = ""
-            command = load_command(
-                self._manifest,
-                placement,
-                index,
-                pipeline_id=PIPELINE_ID,
-                epoch=epoch,
-                stages=stages,
-                link_token=token,
-            )
-            self._sessions[stage.worker_id].send(load_shard=command)
-            logger.info("placed worker=%s layers=%s epoch=%d", stage.worker_id, stage.layers, epoch)
-        placed = {stage.worker_id for stage in placement.stages}
-        for worker_id in self._sessions.keys() - placed:
-            self._sessions[worker_id].send(unload_shard=fleet_pb2.UnloadShard(pipeline_id=PIPELINE_ID, epoch=epoch))
+        for placement in self._fleet.placements:
+            if placement not in placements:
+                error = NotReady("the layers are being placed anew; try again in a moment", retry_after_s=1.0)
+                self._end(placement.pipeline_id, error)
+        for placed in self._fleet.assign(placements):
+            self._bringup.load(placed, time.monotonic())
+        self._bringup.unload_others()
 
     def _expire_loading(self, now: float) -> None:
         """Do without devices that were told to load long ago and neither did nor said why not."""
-        if self._fleet.placement is None or self._engine.pipeline is not None or now < self._load_deadline:
+        for pipeline_id, worker_ids in self._bringup.overdue(now).items():
+            self._end(pipeline_id, NotReady(f"{', '.join(worker_ids)} did not load in time"))
+            for worker_id in worker_ids:
+                self._refused.add(worker_id)
+                logger.error("load_timeout worker=%s pipeline=%s", worker_id, pipeline_id)
+                self._sessions[worker_id].close()
+            self._wants_placement = True
+
+    def _links_opened(self, session: WorkerSession, opened: fleet_pb2.LinksOpened) -> None:
+        pipeline_id = PipelineId(opened.pipeline_id)
+        if not self._is_stage(session.worker_id, pipeline_id, opened.epoch):
             return
-        for stage in self._fleet.placement.stages:
-            session = self._sessions[stage.worker_id]
-            if self._fleet.state(stage.worker_id) is WorkerState.LOADING or not session.link_to_next:
-                self._refused[stage.worker_id] = f"did not load its layers within {LOAD_TIMEOUT_S} s"
-                logger.error("load_timeout worker=%s", stage.worker_id)
-                session.close()
-        self._fleet.dissolve()
-        self._wants_placement = True
+        session.link_to_next = opened.link_to_next
+        if self._bringup.serve_if_linked(pipeline_id):
+            self._monitors.apply(pipeline_id)
+            self._note_serving()
 
-    def _open_links(self) -> None:
-        command = fleet_pb2.OpenLinks(pipeline_id=PIPELINE_ID, epoch=self._fleet.epoch)
-        for worker_id in self._hub.routes.values():
-            self._sessions[worker_id].send(open_links=command)
+    def _note_serving(self) -> None:
+        """Requests are taken while a pipeline is up that no worker is leaving."""
+        up = (pipeline_id for pipeline_id in self._engine.pipelines if self._fleet.is_ready(pipeline_id))
+        if any(up):
+            self._serving.set()
+        else:
+            self._serving.clear()
 
-    def _maybe_serve(self) -> None:
-        placement = self._fleet.placement
-        if placement is None or not self._fleet.is_ready or self._engine.pipeline is not None:
-            return
-        if not all(self._sessions[stage.worker_id].link_to_next for stage in placement.stages):
-            return
-        first = placement.stages[0].worker_id
-        pipeline = Pipeline(
-            PIPELINE_ID,
-            self._fleet.epoch,
-            [self._member(stage.worker_id, index, placement) for index, stage in enumerate(placement.stages)],
-            self._limits(placement),
-            lambda frame: self._hub.send(first, frame),
-        )
-        self._engine.pipeline_up(pipeline)
-        self._serving.set()
-        logger.info(
-            "serving epoch=%d stages=%d context=%d", pipeline.epoch, len(placement.stages), placement.context_tokens
-        )
+    def _is_busy(self, pipeline_id: PipelineId) -> bool:
+        lane = self._engine.lane(pipeline_id)
+        return lane is not None and lane.scheduler.num_running + lane.scheduler.num_waiting > 0
 
-    def _member(self, worker_id: WorkerId, index: int, placement: Placement) -> StageMember:
-        return StageMember(worker_id, self._sessions[worker_id].hello.profile.name, placement.stages[index].layers)
+    def _is_stage(self, worker_id: WorkerId, pipeline_id: PipelineId, epoch: int) -> bool:
+        """Whether a worker may speak for a pipeline: it is one of its stages, and the placement is in force."""
+        return self._fleet.is_current(pipeline_id, epoch) and self._pipeline_of(worker_id) == pipeline_id
 
-    def _limits(self, placement: Placement) -> SchedulerLimits:
-        profiles = [self._sessions[stage.worker_id].hello.profile for stage in placement.stages]
-        return SchedulerLimits(
-            num_stages=len(placement.stages),
-            num_slots=placement.slots,
-            kv_tokens=placement.kv_tokens,
-            context_tokens=placement.context_tokens,
-            max_batch=min(profile.max_batch for profile in profiles),
-            chunk_tokens=self._config.chunk_tokens,
-            burst_steps=self._config.burst_steps,
-        )
+    def _pipeline_of(self, worker_id: WorkerId) -> PipelineId | None:
+        """The pipeline whose placement names a worker, be it a member or lost."""
+        names = (one.pipeline_id for one in self._fleet.placements if worker_id in one.worker_ids)
+        return next(names, None)
 
     # Trouble
 
@@ -324,25 +297,29 @@ class Control:
             session.close()
 
     def _leave(self, worker_id: WorkerId, incarnation: int) -> None:
-        """Take no more requests until the layers of a worker that wants to go are elsewhere."""
-        if self._fleet.leave(worker_id, incarnation) and self._is_placed(worker_id):
-            self._serving.clear()
+        """Take no more requests where a worker wants to go, until its layers are elsewhere; others may do that at once."""
+        pipeline_id = self._pipeline_of(worker_id)
+        if self._fleet.leave(worker_id, incarnation) and pipeline_id is not None:
+            self._engine.set_accepting(pipeline_id, False)
+            self._note_serving()
+            self._wants_placement = True
         self._release_leaving()
 
     def _link_failed(self, worker_id: WorkerId, failed: fleet_pb2.LinkFailed) -> None:
         """End the pipeline, but first let the device at the other end of the link be missed: it is the one to name."""
 
         def end() -> None:
-            if failed.epoch == self._fleet.epoch:
+            if self._is_stage(worker_id, PipelineId(failed.pipeline_id), failed.epoch):
                 self._pipeline_lost(worker_id, failed.message)
 
         asyncio.get_running_loop().call_later(LINK_GRACE_S, end)
 
     def _release_leaving(self) -> None:
-        """Let workers that drain go, as soon as no answer needs them; new requests wait meanwhile."""
+        """Let workers that drain go, as soon as no answer needs them."""
         leaving = [one.worker_id for one in self._fleet.members() if one.state is WorkerState.DRAINING]
         for worker_id in leaving:
-            if self._engine.is_idle or not self._is_placed(worker_id):
+            pipeline_id = self._pipeline_of(worker_id)
+            if pipeline_id is None or not self._is_busy(pipeline_id):
                 self._pipeline_lost(worker_id, "it left")
                 self._sessions[worker_id].close()
 
@@ -355,37 +332,34 @@ class Control:
         if not self._is_stopping:
             logger.warning("worker_lost worker=%s message=%s", worker_id, message)
         self._pipeline_lost(worker_id, message)
+        self._monitors.remove(worker_id)
 
     def _pipeline_lost(self, worker_id: WorkerId, message: str) -> None:
-        """A worker cannot go on: if it is part of the placement, end that and place anew."""
-        if not self._is_placed(worker_id):
+        """A worker cannot go on: if it is a stage of a pipeline, end that one and place what is left of it anew."""
+        pipeline_id = self._pipeline_of(worker_id)
+        if pipeline_id is None:
             return
         if not self._is_stopping:
-            logger.warning("pipeline_lost worker=%s message=%s", worker_id, message)
-        self._fleet.dissolve()
-        self._hub.routes = {}
+            logger.warning("pipeline_lost pipeline=%s worker=%s message=%s", pipeline_id, worker_id, message)
         lost = f"device {worker_id} was lost while it computed this answer ({message}); ask again"
-        self._down(WorkerLost(lost, retry_after_s=1.0))
+        self._end(pipeline_id, WorkerLost(lost, retry_after_s=1.0))
         self._trouble = f"{worker_id} was lost ({message})"
         self._wants_placement = True
 
-    def _is_placed(self, worker_id: WorkerId) -> bool:
-        placement = self._fleet.placement
-        return placement is not None and worker_id in {stage.worker_id for stage in placement.stages}
-
-    def _down(self, error: ShoalError) -> None:
-        self._serving.clear()
-        self._engine.pipeline_down(error)
+    def _end(self, pipeline_id: PipelineId, error: ShoalError) -> None:
+        """Take a pipeline out of force; its answers go on elsewhere, or end with the error."""
+        self._fleet.drop(pipeline_id)
+        self._bringup.end(pipeline_id, error)
+        self._note_serving()
 
     def _shard_failed(self, worker_id: WorkerId, failed: fleet_pb2.ShardFailed) -> None:
         """Do without a device that cannot hold its shard; try others again, for their trouble may pass."""
         logger.error("shard_failed worker=%s reason=%s message=%s", worker_id, failed.reason, failed.message)
-        self._fleet.dissolve()
-        self._hub.routes = {}
-        self._down(NotReady(f"{worker_id} could not load its layers: {failed.message}"))
-        self._trouble = f"{worker_id} could not load its layers: {failed.message}"
+        trouble = f"{worker_id} could not load its layers: {failed.message}"
+        self._end(PipelineId(failed.pipeline_id), NotReady(trouble))
+        self._trouble = trouble
         if failed.reason == ShardDoesNotFit.reason:
-            self._refused[worker_id] = failed.message
+            self._refused.add(worker_id)
         self._wants_placement = True
         self._retry_at = time.monotonic() + RETRY_S
 
@@ -404,37 +378,18 @@ class Control:
 
     def status(self) -> admin_pb2.GetStatusResponse:
         """All that `shoal status` shows."""
-        is_ready = self._engine.pipeline is not None
+        is_ready = bool(self._engine.pipelines)
         return admin_pb2.GetStatusResponse(
             version=version("shoal"),
             model=self._manifest.name,
             ready=is_ready,
             waiting_for="" if is_ready else self._waiting_for(),
             devices=[self._device(one) for one in sorted(self._fleet.members(), key=lambda one: one.worker_id)],
-            pipeline=pipeline_status(self._engine),
+            pipelines=pipeline_statuses(self._fleet, self._engine),
             num_running=self._engine.num_running,
             num_waiting=self._engine.num_waiting,
             uptime_s=time.monotonic() - self._started_at,
         )
 
     def _device(self, member: Member) -> admin_pb2.DeviceStatus:
-        session = self._sessions[member.worker_id]
-        link_to_next = session.link_to_next if member.stage is not None else ""
-        return device_status(member, session.hello, link_to_next, session.execution_provider, self._engine)
-
-
-def _parse_split(text: str, num_layers: int) -> list[int] | None:
-    if not text:
-        return None
-    try:
-        split = [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise ConfigError(f"split = {text!r} is not a list of layer counts such as 12,10,8", field="split") from error
-    check_split(split, num_layers)
-    return split
-
-
-def _address(hello: fleet_pb2.Hello) -> fleet_pb2.StageAddress:
-    return fleet_pb2.StageAddress(
-        worker_id=hello.worker_id, flow_address=hello.flow_address, socket_address=hello.socket_address
-    )
+        return device_status(member, self._sessions[member.worker_id], self._monitors[member.worker_id], self._engine)

@@ -1,7 +1,8 @@
-"""The loop between scheduler and pipeline: takes what happened, makes the next batches, delivers tokens to requests.
+"""The loop between requests and pipelines: routes what comes, makes batches, delivers tokens, moves what cannot stay.
 
-One turn is `_step`; it runs on the event loop whenever a request comes or goes or a frame arrives, and waits for nothing.
-The only owner of the scheduler. Knows token ids, not text; `server` submits, `control` brings pipelines up and down.
+A turn runs on the event loop whenever a request comes or goes, a frame arrives or an alarm rings, and waits for nothing.
+Owns the lanes, a pipeline and its scheduler each, and the one ledger of tenants that all schedulers share. Knows token ids,
+not text. `server` submits, `control` brings pipelines up and down; `app` gives it the ledger with the tenants' weights.
 """
 
 from __future__ import annotations
@@ -9,21 +10,53 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
-from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
-from orchestrator.core.scheduler import BatchRow, SampledId, Scheduler
+from orchestrator.core.limits import Pace
+from orchestrator.core.routing import RouteRequest, reroute, route
 from orchestrator.core.sequence import Sequence
+from orchestrator.core.tenants import TenantLedger
+from orchestrator.explain import Stories, Story
+from orchestrator.lane import EmittedToken, Lane, Rate
 from orchestrator.pipeline import Pipeline
-from shoal.errors import NotReady, ShoalError, rebuild
-from shoal.types import FinishReason, SequenceId
+from shoal.errors import DeadlineExceeded, DeadlineUnmeetable, NotReady, Overloaded, ShoalError, rebuild
+from shoal.types import FinishReason, PipelineId, QosClass, SequenceId
 from shoal.v1 import flow_pb2, types_pb2
 
 logger = logging.getLogger(__name__)
 
-RATE_WINDOW_S = 10.0
-MIN_RATE_S = 1.0
+# The loop's timers are about this fine; an alarm for what is past already must not keep it from everything else.
+MIN_ALARM_S = 0.001
+# A request that no other lane could take in time is offered again after this share of the timeout, so it is late by at most
+# that; the floor keeps a timeout of 0 from polling.
+FALLBACK_AGAIN = 0.5
+MIN_FALLBACK_S = 0.02
+
+
+class Alarm(Protocol):
+    def cancel(self) -> None: ...
+
+
+class Clock(Protocol):
+    """The time, and a call at a later time; tests have one that they set."""
+
+    def now(self) -> float: ...
+
+    def call_at(self, at: float, ring: Callable[[], None]) -> Alarm: ...
+
+
+class LoopClock:
+    """The clock of the running event loop."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def call_at(self, at: float, ring: Callable[[], None]) -> Alarm:
+        return asyncio.get_running_loop().call_later(max(at - time.monotonic(), 0.0), ring)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +70,15 @@ class TokenEvent:
 
 
 class Answer:
-    """What the engine delivers of one sequence: tokens in order, then nothing, or an error."""
+    """What the engine delivers of one sequence: tokens in order, then nothing, or an error.
 
-    def __init__(self, sequence: Sequence) -> None:
+    pipeline: where it is computed, or where its end was.
+    """
+
+    def __init__(self, sequence: Sequence, pipeline: Pipeline, story: Story) -> None:
         self.sequence = sequence
+        self.pipeline = pipeline
+        self.story = story
         self._queue: asyncio.Queue[TokenEvent | ShoalError] = asyncio.Queue()
 
     async def next(self) -> TokenEvent:
@@ -54,48 +92,33 @@ class Answer:
         self._queue.put_nowait(event)
 
 
-class Rate:
-    """Events per second over the last RATE_WINDOW_S."""
-
-    def __init__(self) -> None:
-        self.total = 0
-        self._recent: deque[tuple[float, int]] = deque()
-
-    def add(self, count: int, now: float) -> None:
-        self.total += count
-        self._recent.append((now, count))
-        self._forget(now)
-
-    def per_second(self, now: float) -> float:
-        """Over the time since the first event of the window, yet at least MIN_RATE_S: few events are no rate."""
-        self._forget(now)
-        if not self._recent:
-            return 0.0
-        return sum(count for _, count in self._recent) / max(now - self._recent[0][0], MIN_RATE_S)
-
-    def _forget(self, now: float) -> None:
-        while self._recent and self._recent[0][0] < now - RATE_WINDOW_S:
-            self._recent.popleft()
-
-
 class Engine:
     """Sequences in, tokens out.
 
-    Invariants: an Answer is known exactly while its sequence waits or runs; without a pipeline there are no sequences.
+    Invariants: an Answer is known exactly while its sequence waits or runs; then it does so in the lane of the answer's
+    pipeline and in no other. Without a lane there are no sequences.
     """
 
-    def __init__(self) -> None:
-        self.pipeline: Pipeline | None = None
-        self._scheduler: Scheduler | None = None
+    def __init__(self, ledger: TenantLedger | None = None, clock: Clock | None = None) -> None:
+        self._ledger = TenantLedger() if ledger is None else ledger
+        self._clock: Clock = LoopClock() if clock is None else clock
+        self._lanes: dict[PipelineId, Lane] = {}
         self._answers: dict[SequenceId, Answer] = {}
         self._numbers = itertools.count(1)
+        self._alarm: Alarm | None = None
+        self._alarm_at = 0.0
+        self.stories = Stories()
         self.decode_rate = Rate()
         self.prefill_rate = Rate()
 
     @property
-    def scheduler(self) -> Scheduler | None:
+    def pipelines(self) -> Mapping[PipelineId, Pipeline]:
+        """Those that serve."""
+        return {pipeline_id: lane.pipeline for pipeline_id, lane in self._lanes.items()}
+
+    def lane(self, pipeline_id: PipelineId) -> Lane | None:
         """For reading only."""
-        return self._scheduler
+        return self._lanes.get(pipeline_id)
 
     @property
     def is_idle(self) -> bool:
@@ -103,102 +126,261 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        return 0 if self._scheduler is None else self._scheduler.num_running
+        return sum(lane.scheduler.num_running for lane in self._lanes.values())
 
     @property
     def num_waiting(self) -> int:
-        return 0 if self._scheduler is None else self._scheduler.num_waiting
+        return sum(lane.scheduler.num_waiting for lane in self._lanes.values())
 
     def new_sequence_id(self) -> SequenceId:
         return SequenceId(next(self._numbers))
 
-    def submit(self, sequence: Sequence) -> Answer:
-        """Take a sequence. Raises NotReady, or what the scheduler refuses it with."""
-        if self._scheduler is None:
-            raise NotReady("no pipeline serves now; try again in a moment", retry_after_s=1.0)
-        self._scheduler.submit(sequence, time.monotonic())
-        answer = self._answers[sequence.sequence_id] = Answer(sequence)
-        self._step()
+    # What clients want
+
+    def submit(self, sequence: Sequence, request_id: str = "") -> Answer:
+        """Take a sequence; its story is kept under request_id. Raises NotReady, or what the schedulers refuse it with."""
+        now = self._clock.now()
+        story = self.stories.open(request_id, sequence)
+        try:
+            lane = self._choose(sequence, story, now)
+        except ShoalError as error:
+            story.end(error.reason)
+            raise
+        answer = self._answers[sequence.sequence_id] = Answer(sequence, lane.pipeline, story)
+        self._note_limits(sequence, lane, now)
+        self._turn([lane], now)
         return answer
 
-    def abort(self, sequence_id: SequenceId) -> None:
+    def abort(self, sequence_id: SequenceId, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End a sequence whose client is gone or has enough; nothing if it ended already."""
-        if self._answers.pop(sequence_id, None) is not None and self._scheduler is not None:
-            self._scheduler.abort(sequence_id, FinishReason.CANCELLED, time.monotonic())
-            self._step()
+        answer = self._answers.pop(sequence_id, None)
+        if answer is None:
+            return
+        now, lane = self._clock.now(), self._lanes[answer.pipeline.pipeline_id]
+        lane.scheduler.abort(sequence_id, reason, now)
+        answer.story.end(reason.value)
+        self._turn([lane], now)
 
-    def pipeline_up(self, pipeline: Pipeline) -> None:
-        """Serve with a new pipeline; there must be none."""
-        assert self.pipeline is None, "two pipelines"
-        self.pipeline = pipeline
-        self._scheduler = Scheduler(pipeline.limits)
+    def _choose(self, sequence: Sequence, story: Story, now: float) -> Lane:
+        """Submit to the best lane that takes it. Raises what it was refused with, the soonest hope if by several."""
+        accepting = [lane for lane in self._lanes.values() if lane.is_accepting]
+        if not accepting:
+            raise NotReady("no pipeline takes requests now; try again in a moment", retry_after_s=1.0)
+        request = _route_request(sequence, now)
+        decision = route(request, [lane.view(request, now) for lane in self._lanes.values()])
+        story.decide(decision, now)
+        # Where no lane can ever hold it, the largest says so, with the numbers.
+        largest = max(accepting, key=lambda lane: lane.pipeline.limits.sequence_tokens)
+        refusals: list[Overloaded | DeadlineUnmeetable] = []
+        for pipeline_id in decision.ranking or (largest.pipeline_id,):
+            try:
+                self._lanes[pipeline_id].scheduler.submit(sequence, now)
+            except (Overloaded, DeadlineUnmeetable) as error:
+                sequence.note(now, "refused", f"by {pipeline_id}: {error.message}")
+                refusals.append(error)
+            else:
+                return self._lanes[pipeline_id]
+        raise min(refusals, key=lambda error: error.retry_after_s)
 
-    def pipeline_down(self, error: ShoalError) -> None:
-        """Serve no more: every sequence ends with the error."""
-        if self._scheduler is not None:
-            self._scheduler.release_all()
-        self.pipeline = self._scheduler = None
-        answers, self._answers = self._answers, {}
-        for answer in answers.values():
-            answer.put(error)
+    # What control decides
+
+    def pipeline_up(self, pipeline: Pipeline, fallback_s: float) -> None:
+        """Serve with a further pipeline. fallback_s: how long a request may wait for its start there, others being free."""
+        assert pipeline.pipeline_id not in self._lanes, f"two pipelines {pipeline.pipeline_id}"
+        lane = self._lanes[pipeline.pipeline_id] = Lane(pipeline, self._ledger, fallback_s)
+        self._turn([lane], self._clock.now())
+
+    def pipeline_down(self, pipeline_id: PipelineId, error: ShoalError) -> None:
+        """Serve with a pipeline no more: its sequences go on elsewhere, or end with the error if nobody can take them."""
+        lane, now = self._lanes.pop(pipeline_id, None), self._clock.now()
+        if lane is None:
+            return
+        for sequence in lane.scheduler.take_all(now):
+            if not self._move(sequence, lane, f"{pipeline_id} is gone ({error.reason})", now):
+                self._end(sequence.sequence_id, error)
+        self._turn(self._lanes.values(), now)
+
+    def set_accepting(self, pipeline_id: PipelineId, is_accepting: bool) -> None:
+        """Let a pipeline that is about to go away take nothing more, or let it again; nothing if it is gone."""
+        lane = self._lanes.get(pipeline_id)
+        if lane is not None:
+            lane.is_accepting = is_accepting
+
+    def set_pace(self, pipeline_id: PipelineId, pace: Pace) -> None:
+        """Limit a pipeline to what heat and battery of its devices allow now; nothing if it is gone."""
+        lane, now = self._lanes.get(pipeline_id), self._clock.now()
+        if lane is None or lane.scheduler.pace == pace:
+            return
+        lane.scheduler.set_pace(pace, now)
+        for answer in self._answers.values():
+            if answer.pipeline is lane.pipeline:
+                answer.sequence.note(now, "limits", lane.limits_text())
+        self._turn([lane], now)
+
+    def _move(self, sequence: Sequence, source: Lane, reason: str, now: float) -> bool:
+        """Find another lane for a sequence whose own is gone; False if there is none that can take it."""
+        request, story = _route_request(sequence, now), self._answers[sequence.sequence_id].story
+        decision = route(request, [lane.view(request, now) for lane in self._lanes.values()], reason)
+        story.decide(decision, now)
+        return any(self._hand_over(sequence, source, self._lanes[one], reason, now) for one in decision.ranking)
+
+    def _hand_over(self, sequence: Sequence, source: Lane, target: Lane, reason: str, now: float) -> bool:
+        """Submit a sequence that `source` has let go to another lane; False if that refuses it."""
+        try:
+            target.scheduler.submit(sequence, now)
+        except ShoalError as error:
+            sequence.note(now, "refused", f"by {target.pipeline_id}: {error.message}")
+            return False
+        self._answers[sequence.sequence_id].pipeline = target.pipeline
+        if target is not source:
+            sequence.note(now, "moved", f"{source.pipeline_id} -> {target.pipeline_id}: {reason}")
+            self._note_limits(sequence, target, now)
+            logger.info(
+                "sequence_moved sequence=%d from=%s to=%s tokens=%d reason=%r",
+                sequence.sequence_id, source.pipeline_id, target.pipeline_id, len(sequence.output_token_ids), reason,
+            )  # fmt: skip
+        return True
+
+    @staticmethod
+    def _note_limits(sequence: Sequence, lane: Lane, now: float) -> None:
+        if lane.is_limited:
+            sequence.note(now, "limits", lane.limits_text())
+
+    # What stages report
 
     def on_frame(self, frame: flow_pb2.Frame) -> None:
         """Act on a frame from a stage; one of a pipeline that is gone is dropped."""
-        if self.pipeline is None or (frame.pipeline_id, frame.epoch) != (
-            self.pipeline.pipeline_id,
-            self.pipeline.epoch,
-        ):
+        lane, now = self._lanes.get(PipelineId(frame.pipeline_id)), self._clock.now()
+        if lane is None or frame.epoch != lane.pipeline.epoch:
             return
         match frame.WhichOneof("body"):
             case "step_result":
-                self._on_result(frame.step_result)
+                tokens = lane.on_result(frame.step_result, now)
+                self._deliver(tokens, now)
+                if frame.step_result.burst_steps and all(token.emitted.finish is None for token in tokens):
+                    # Amid a burst: no credit, slot or row became free, so nothing else can be done than before.
+                    return
             case "step_failed":
-                self._on_failed(frame.step_failed)
+                self._on_failed(lane, frame.step_failed, now)
             case body:
                 logger.warning("unexpected_frame body=%s", body)
-        self._step()
+        self._turn([lane], now)
 
-    def _on_result(self, result: flow_pb2.StepResult) -> None:
-        assert self._scheduler is not None
-        assert self.pipeline is not None
-        now = time.monotonic()
-        self.pipeline.observe(result)
-        sampled = [SampledId(SequenceId(token.sequence_id), token.token_id) for token in result.tokens]
-        logprobs = {token.sequence_id: token.logprobs for token in result.tokens if token.HasField("logprobs")}
-        emitted = self._scheduler.commit(result.step, sampled, result.burst_steps, now)
-        self.decode_rate.add(len(emitted), now)
-        for token in emitted:
-            ended = token.finish is not None
-            answer = self._answers.pop(token.sequence_id) if ended else self._answers[token.sequence_id]
-            answer.put(TokenEvent(token.index, token.token_id, logprobs.get(token.sequence_id), token.finish))
+    def _deliver(self, tokens: list[EmittedToken], now: float) -> None:
+        if tokens:
+            self.decode_rate.add(len(tokens), now)
+        for token in tokens:
+            emitted = token.emitted
+            answer = self._answers[emitted.sequence_id]
+            if emitted.finish is not None:
+                del self._answers[emitted.sequence_id]
+                answer.story.end(emitted.finish.value)
+            answer.put(TokenEvent(emitted.index, emitted.token_id, token.logprobs, emitted.finish))
 
-    def _on_failed(self, failed: flow_pb2.StepFailed) -> None:
-        assert self._scheduler is not None
-        assert self.pipeline is not None
-        self.pipeline.forget(failed.step)
+    def _on_failed(self, lane: Lane, failed: flow_pb2.StepFailed, now: float) -> None:
         error = rebuild(failed.reason, f"stage {failed.stage} could not run a step: {failed.message}")
-        logger.error("step_failed step=%d stage=%d error=%s", failed.step, failed.stage, failed.message)
-        for sequence_id in self._scheduler.fail_step(failed.step, time.monotonic()):
-            self._answers.pop(sequence_id).put(error)
+        logger.error(
+            "step_failed pipeline=%s step=%d stage=%d error=%s",
+            lane.pipeline_id, failed.step, failed.stage, failed.message,
+        )  # fmt: skip
+        for sequence_id in lane.on_failed(failed, now):
+            self._end(sequence_id, error)
 
-    def _step(self) -> None:
-        """Make every batch that can be made now, and send it."""
-        scheduler, pipeline = self._scheduler, self.pipeline
-        if scheduler is None or pipeline is None:
+    def _end(self, sequence_id: SequenceId, error: ShoalError) -> None:
+        answer = self._answers.pop(sequence_id)
+        answer.story.end(error.reason)
+        answer.put(error)
+
+    # Turns and alarms
+
+    def _turn(self, lanes: Iterable[Lane], now: float) -> None:
+        """Make every batch that can be made now in these lanes, and see when to look again if nothing happens."""
+        num_prefilled = sum(lane.send_all(now) for lane in lanes)
+        if num_prefilled:
+            self.prefill_rate.add(num_prefilled, now)
+        self._set_alarm(now)
+
+    def _set_alarm(self, now: float) -> None:
+        """Have the alarm ring no later than something is due; one that is set earlier rings in vain, and is set anew."""
+        for lane in self._lanes.values():
+            self._plan_fallback(lane, now)
+        due = [at for lane in self._lanes.values() for at in (lane.scheduler.wake_at(now), lane.fallback_at)]
+        at = max(min((at for at in due if at is not None), default=math.inf), now + MIN_ALARM_S)
+        if self._alarm is not None and (at < self._alarm_at or not self._lanes):
+            self._alarm.cancel()
+            self._alarm = None
+        if self._alarm is None and at < math.inf:
+            self._alarm, self._alarm_at = self._clock.call_at(at, self._ring), at
+
+    def _plan_fallback(self, lane: Lane, now: float) -> None:
+        if len(self._lanes) < 2 or lane.scheduler.num_waiting == 0:
+            lane.fallback_at = None
+        elif lane.fallback_at is None:
+            lane.fallback_at = now + max(lane.fallback_s, MIN_FALLBACK_S)
+
+    def _ring(self) -> None:
+        """Do what has become due: end what has missed its deadline, move what waits too long, make batches again."""
+        self._alarm, now = None, self._clock.now()
+        for lane in self._lanes.values():
+            self._expire(lane, now)
+        for lane in self._lanes.values():
+            if lane.fallback_at is not None and lane.fallback_at <= now:
+                self._fall_back(lane, now)
+        self._turn(self._lanes.values(), now)
+
+    def _expire(self, lane: Lane, now: float) -> None:
+        for sequence in lane.scheduler.expire(now):
+            num_tokens, waited_s = len(sequence.output_token_ids), now - sequence.arrived_at
+            what = f"{num_tokens} of at most {sequence.max_tokens} answer tokens" if num_tokens else "no token"
+            message = (
+                f"the deadline passed {waited_s:.1f} s after the request came, with {what} computed; allow more time"
+            )
+            self._end(sequence.sequence_id, DeadlineExceeded(message))
+
+    def _fall_back(self, lane: Lane, now: float) -> None:
+        """Move what waits here too long to lanes that can start it at once."""
+        lane.fallback_at = now + max(lane.fallback_s * FALLBACK_AGAIN, MIN_FALLBACK_S)
+        others = [one for one in self._lanes.values() if one is not lane]
+        if not any(one.has_room for one in others):
             return
-        self._send_ended(scheduler, pipeline)
-        while (batch := scheduler.schedule(time.monotonic())) is not None:
-            prefilled = sum(row.num_tokens for row in batch.rows[batch.num_decode_rows :])
-            if prefilled:
-                self.prefill_rate.add(prefilled, time.monotonic())
-            pipeline.forward(batch, self._find)
+        reason = f"not started within {lane.fallback_s * 1e3:.0f} ms"
+        # Nobody slips by one of its class that has waited longer; and a long queue is not weighed one by one in vain.
+        blocked: set[QosClass] = set()
+        for sequence in lane.scheduler.overdue(now, lane.fallback_s):
+            if sequence.qos in blocked:
+                continue
+            request = _route_request(sequence, now)
+            views = [one.view(request, now) for one in self._lanes.values()]
+            decision = reroute(request, lane.pipeline_id, views, reason)
+            if decision.pipeline_id is None:
+                blocked.add(sequence.qos)
+            else:
+                self._answers[sequence.sequence_id].story.decide(decision, now)
+                self._take_over(sequence, lane, self._lanes[decision.pipeline_id], reason, now)
 
-    @staticmethod
-    def _send_ended(scheduler: Scheduler, pipeline: Pipeline) -> None:
-        """Before any batch: the slots of ended sequences may be in it for others."""
-        ended = scheduler.take_ended()
-        if ended:
-            pipeline.cancel(ended)
+    def _take_over(self, sequence: Sequence, source: Lane, target: Lane, reason: str, now: float) -> None:
+        if source.scheduler.withdraw(sequence.sequence_id, now) is None:
+            return
+        if self._hand_over(sequence, source, target, reason, now):
+            # So that the next one sees the slot taken.
+            self._turn([target], now)
+        elif not self._hand_over(sequence, source, source, reason, now):
+            self._end(sequence.sequence_id, Overloaded("no pipeline can take the request any more", retry_after_s=1.0))
 
-    def _find(self, row: BatchRow) -> Sequence:
-        return self._answers[row.sequence_id].sequence
+    def check_invariants(self) -> None:
+        """Assert the invariants of the class; costs time proportional to all sequences."""
+        for sequence_id, answer in self._answers.items():
+            holders = [lane for lane in self._lanes.values() if lane.scheduler.get(sequence_id) is not None]
+            assert [lane.pipeline for lane in holders] == [answer.pipeline], answer.sequence.story()
+        assert self.num_running + self.num_waiting == len(self._answers)
+
+
+def _route_request(sequence: Sequence, now: float) -> RouteRequest:
+    return RouteRequest(
+        sequence.qos,
+        len(sequence.prompt_token_ids),
+        sequence.max_tokens,
+        has_answer=bool(sequence.output_token_ids),
+        time_left_s=None if sequence.deadline_at is None else sequence.deadline_at - now,
+        num_certain=1 if sequence.stop_ids else sequence.max_tokens,
+    )

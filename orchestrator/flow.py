@@ -12,13 +12,13 @@ import hmac
 import logging
 import secrets
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any, Protocol
 
 from shoal import rpc
 from shoal.codec import MAX_HELLO_BYTES, FrameBuffer, pack_frame
 from shoal.errors import ConnectionFailed, InvalidRequest, ProtocolMismatch, ShoalError
-from shoal.types import PROTOCOL_VERSION, WorkerId
+from shoal.types import PROTOCOL_VERSION, PipelineId, WorkerId
 from shoal.v1 import flow_pb2, flow_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -49,8 +49,8 @@ class FlowHub(flow_pb2_grpc.FlowServiceServicer):
         self._server: asyncio.Server | None = None
         # All that are open, also those that have not said who they are.
         self._sockets: set[_SocketUplink] = set()
-        # stage -> worker, of the pipeline that serves
-        self.routes: dict[int, WorkerId] = {}
+        # The workers of each pipeline in force, in the order of their stages.
+        self.routes: dict[PipelineId, tuple[WorkerId, ...]] = {}
 
     async def listen(self, host: str) -> int:
         """Open the plain socket port and return it."""
@@ -98,24 +98,15 @@ class FlowHub(flow_pb2_grpc.FlowServiceServicer):
 
     def receive(self, worker_id: WorkerId, frame: flow_pb2.Frame) -> None:
         """Take a frame from a worker's uplink: ours, or to be relayed. Only stages may speak, and each for itself."""
-        if not self._may_send(worker_id, frame):
-            logger.warning("frame_refused worker=%s body=%s", worker_id, frame.WhichOneof("body"))
+        stages = self.routes.get(PipelineId(frame.pipeline_id), ())
+        if not _may_send(worker_id, frame, stages):
+            logger.warning(
+                "frame_refused worker=%s pipeline=%r body=%s", worker_id, frame.pipeline_id, frame.WhichOneof("body")
+            )
         elif frame.to_stage == ORCHESTRATOR:
             self._on_frame(frame)
-        elif frame.to_stage in self.routes:
-            self.send(self.routes[frame.to_stage], frame)
-
-    def _may_send(self, worker_id: WorkerId, frame: flow_pb2.Frame) -> bool:
-        last = len(self.routes) - 1
-        match frame.WhichOneof("body"):
-            case "step_result":
-                return self.routes.get(last) == worker_id
-            case "step" if frame.to_stage == 0:
-                return self.routes.get(last) == worker_id
-            case "step" | "cancel":
-                return self.routes.get(frame.to_stage - 1) == worker_id
-            case _:
-                return worker_id in self.routes.values()
+        elif 0 <= frame.to_stage < len(stages):
+            self.send(stages[frame.to_stage], frame)
 
     def register(self, frame: flow_pb2.Frame, uplink: Uplink) -> WorkerId:
         """Give an uplink to the worker whose hello it began with. Raises InvalidRequest, ProtocolMismatch."""
@@ -166,6 +157,21 @@ class FlowHub(flow_pb2_grpc.FlowServiceServicer):
                 self.receive(worker_id, request.frame)
         finally:
             uplink.close()
+
+
+def _may_send(worker_id: WorkerId, frame: flow_pb2.Frame, stages: Sequence[WorkerId]) -> bool:
+    """Whether a frame is one that the worker's stage in this pipeline has to send."""
+    if worker_id not in stages:
+        return False
+    match frame.WhichOneof("body"):
+        case "step_result":
+            return worker_id == stages[-1]
+        case "step" if frame.to_stage == 0:
+            return worker_id == stages[-1]
+        case "step" | "cancel":
+            return 0 < frame.to_stage <= len(stages) and worker_id == stages[frame.to_stage - 1]
+        case _:
+            return True
 
 
 class _GrpcUplink:

@@ -26,6 +26,7 @@ UPLINK_TIMEOUT_S = 5.0
 MAX_ID_CHARS = 64
 # As in device profiles.
 MAX_SPEED = 100
+MAX_FALLBACK_MS = 600_000
 # The graphs that the store emits need ragged batches, which onnxruntime has from this version on.
 RUNTIME = "onnxruntime"
 MIN_RUNTIME_VERSION = (1, 32)
@@ -107,6 +108,8 @@ def _checked_hello(request: fleet_pb2.AttachRequest) -> fleet_pb2.Hello:
         raise InvalidRequest(
             "hello.profile", f"memory_bytes and max_batch must be more than 0, speed too, and at most {MAX_SPEED}"
         )
+    if not 0 <= hello.profile.fallback_timeout_ms <= MAX_FALLBACK_MS:
+        raise InvalidRequest("hello.profile", f"fallback_timeout_ms must be from 0 to {MAX_FALLBACK_MS}")
     for name in ("flow_address", "socket_address"):
         address = getattr(hello, name)
         if address and not address.rpartition(":")[2].isdecimal():

@@ -1,6 +1,7 @@
-"""The pipeline that serves: turns batches into frames for its first stage, and tells how its steps went.
+"""A pipeline that serves: turns batches into frames for its first stage, and tells how long its steps took.
 
-Owned by the engine; created by `control` once every stage is loaded and linked. Knows messages and timing, not policy.
+Owned by a lane of the engine; created by `control` once every stage is loaded and linked. Knows messages and timing, not
+policy.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from orchestrator.core.batch import Batch, BatchRow, EndedSequence
 from orchestrator.core.limits import SchedulerLimits
-from orchestrator.core.scheduler import Batch, BatchRow, EndedSequence
 from orchestrator.core.sequence import Sequence as AnswerSequence
+from orchestrator.core.step_time import StepTiming
 from shoal import rpc
-from shoal.types import LayerRange, WorkerId
+from shoal.types import DeviceMode, LayerRange, PipelineId, WorkerId
 from shoal.v1 import flow_pb2
 
 # Enough for a median that follows what happens now.
@@ -33,12 +35,22 @@ class StageMember:
     layers: LayerRange
 
 
+@dataclass(frozen=True, slots=True)
+class _TimedStep:
+    """A step under way, as it was sent. num_sampled: rows that get a token. is_decode: nothing but decode rows."""
+
+    num_tokens: int
+    num_sampled: int
+    is_decode: bool
+    is_solo: bool
+
+
 class Pipeline:
-    """Stages in order, the link to the first of them, and the timing of recent decode steps."""
+    """Stages in order, the link to the first of them, and the timing of recent steps."""
 
     def __init__(
         self,
-        pipeline_id: str,
+        pipeline_id: PipelineId,
         epoch: int,
         members: Sequence[StageMember],
         limits: SchedulerLimits,
@@ -49,14 +61,22 @@ class Pipeline:
         self.members = tuple(members)
         self.limits = limits
         self._send = send
-        self._decode_steps: dict[int, None] = {}
+        self._steps: dict[int, _TimedStep] = {}
         self._stage_s: list[deque[float]] = [deque(maxlen=TIMED_STEPS) for _ in members]
         self._hop_s: deque[float] = deque(maxlen=TIMED_STEPS * (len(members) + 1))
 
+    @property
+    def mode(self) -> DeviceMode:
+        return self.limits.mode
+
     def forward(self, batch: Batch, find: Callable[[BatchRow], AnswerSequence]) -> None:
         """Send a batch to the first stage; `find` gives the sequence of a row that starts one."""
-        if len(batch.rows) == batch.num_decode_rows:
-            self._decode_steps[batch.step] = None
+        self._steps[batch.step] = _TimedStep(
+            num_tokens=batch.num_tokens,
+            num_sampled=sum(row.is_sampled for row in batch.rows),
+            is_decode=not batch.has_chunk,
+            is_solo=batch.is_solo,
+        )
         step = flow_pb2.Step(
             step=batch.step,
             rows=[self._row(row, find) for row in batch.rows],
@@ -69,27 +89,40 @@ class Pipeline:
 
     def cancel(self, ended: Sequence[EndedSequence]) -> None:
         """Tell all stages that sequences ended and their slots are free."""
-        refs = [flow_pb2.SequenceRef(sequence_id=one.sequence_id, slot=one.slot) for one in ended]
+        refs = [flow_pb2.SequenceRef(sequence_id=one.run_id, slot=one.slot) for one in ended]
         self._send(self._frame(cancel=flow_pb2.Cancel(sequences=refs)))
 
-    def observe(self, result: flow_pb2.StepResult) -> None:
-        """Take the timing of a step that came back."""
-        if result.step not in self._decode_steps:
-            return
+    def observe(self, result: flow_pb2.StepResult) -> StepTiming | None:
+        """Take the timing of a pass that came back; None if it says nothing of what such a pass takes."""
+        step = self._steps.get(result.step)
+        if step is None:
+            return None
+        num_tokens = _num_computed(step, len(result.tokens))
         if result.burst_steps == 0:
-            del self._decode_steps[result.step]
-        stamps = [*result.stamps_ns, time.monotonic_ns()]
-        if len(stamps) != 2 * len(self.members) + 2:
-            return
-        for stage_s, taken_up, handed_over in zip(self._stage_s, stamps[1:-1:2], stamps[2:-1:2], strict=True):
-            stage_s.append((handed_over - taken_up) / 1e9)
-        hops = [(after - before) / 1e9 for before, after in zip(stamps[::2], stamps[1::2], strict=True)]
-        if all(0 <= hop <= MAX_HOP_S for hop in hops):
-            self._hop_s.extend(hops)
+            del self._steps[result.step]
+        stage_s = self._stage_times(result.stamps_ns, is_decode=step.is_decode)
+        if num_tokens == 0 or not stage_s:
+            return None
+        return StepTiming(num_tokens, stage_s, step.is_solo)
 
     def forget(self, step: int) -> None:
         """Expect no timing of a step any more: it was lost."""
-        self._decode_steps.pop(step, None)
+        self._steps.pop(step, None)
+
+    def _stage_times(self, sent_ns: Sequence[int], *, is_decode: bool) -> tuple[float, ...]:
+        """Seconds at each stage, by the stamps of a result; keeps those of decode steps. Nothing if stamps lack."""
+        stamps = [*sent_ns, time.monotonic_ns()]
+        if len(stamps) != 2 * len(self.members) + 2:
+            return ()
+        spans = zip(stamps[1:-1:2], stamps[2:-1:2], strict=True)
+        stage_s = tuple((handed_over - taken_up) / 1e9 for taken_up, handed_over in spans)
+        if is_decode:
+            for recent, seconds in zip(self._stage_s, stage_s, strict=True):
+                recent.append(seconds)
+            hops = [(after - before) / 1e9 for before, after in zip(stamps[::2], stamps[1::2], strict=True)]
+            if all(0 <= hop <= MAX_HOP_S for hop in hops):
+                self._hop_s.extend(hops)
+        return stage_s
 
     def stage_ms(self, stage: int) -> float:
         """Median compute of a decode step at a stage, in milliseconds; 0 before the first."""
@@ -101,7 +134,7 @@ class Pipeline:
 
     def _row(self, row: BatchRow, find: Callable[[BatchRow], AnswerSequence]) -> flow_pb2.StepRow:
         message = flow_pb2.StepRow(
-            sequence_id=row.sequence_id,
+            sequence_id=row.run_id,
             slot=row.slot,
             position=row.position,
             num_tokens=row.num_tokens,
@@ -122,6 +155,16 @@ def _start_of(sequence: AnswerSequence) -> flow_pb2.SequenceStart:
         prompt_token_ids=sequence.prompt_token_ids if needs_prompt else (),
         stop_token_ids=sorted(sequence.stop_ids),
     )
+
+
+def _num_computed(step: _TimedStep, num_drawn: int) -> int:
+    """Tokens that a pass with num_drawn results computed; 0 if there were none, or if that does not show.
+
+    Rows of ended sequences are dropped on the way. A decode row that was not draws one token, in every pass of a burst.
+    """
+    if step.is_decode:
+        return num_drawn
+    return step.num_tokens if num_drawn == step.num_sampled else 0
 
 
 def _median_ms(samples: deque[float]) -> float:

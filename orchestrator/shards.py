@@ -1,6 +1,6 @@
 """What placement and workers have to know of the stored model: its footprint, and the command that loads a shard of it.
 
-Builds values and messages from a manifest; sends nothing. Called by `control`.
+Builds values and messages from a manifest; sends nothing. Called by `control` and `bringup`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ def load_command(
     placement: Placement,
     index: int,
     *,
-    pipeline_id: str,
     epoch: int,
     stages: Sequence[fleet_pb2.StageAddress],
     link_token: bytes,
@@ -43,7 +42,7 @@ def load_command(
     layers = placement.stages[index].layers
     blobs = shard_blobs(manifest, layers)
     return fleet_pb2.LoadShard(
-        pipeline_id=pipeline_id,
+        pipeline_id=placement.pipeline_id,
         epoch=epoch,
         stage=index,
         layers=rpc.layers_to_proto(layers),

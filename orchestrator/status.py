@@ -1,54 +1,77 @@
-"""What `shoal status` shows of devices and pipeline, as messages.
+"""What `shoal status` shows of devices and pipelines, as messages.
 
-Reads fleet members, the engine and its pipeline; changes nothing. Called by `control`.
+Reads fleet, sessions, thermal monitors and the engine; changes nothing. Called by `control`.
 """
 
 from __future__ import annotations
 
 import time
 
-from orchestrator.core.fleet import Member
+from orchestrator.core.fleet import Fleet, Member
+from orchestrator.core.thermal import ThermalMonitor
 from orchestrator.engine import Engine
+from orchestrator.lane import Lane
+from orchestrator.session import WorkerSession
 from shoal import rpc
-from shoal.v1 import admin_pb2, fleet_pb2
+from shoal.v1 import admin_pb2
 
 
-def pipeline_status(engine: Engine) -> admin_pb2.PipelineStatus | None:
-    """Slots, KV and rates of the pipeline that serves; None if none does."""
-    pipeline, scheduler, now = engine.pipeline, engine.scheduler, time.monotonic()
-    if pipeline is None or scheduler is None:
-        return None
+def pipeline_statuses(fleet: Fleet, engine: Engine) -> list[admin_pb2.PipelineStatus]:
+    """Of the pipelines that serve, in the order of the placements in force."""
+    lanes = (engine.lane(placement.pipeline_id) for placement in fleet.placements)
+    now = time.monotonic()
+    return [_pipeline_status(lane, now) for lane in lanes if lane is not None]
+
+
+def _pipeline_status(lane: Lane, now: float) -> admin_pb2.PipelineStatus:
+    pipeline, scheduler = lane.pipeline, lane.scheduler
     return admin_pb2.PipelineStatus(
         pipeline_id=pipeline.pipeline_id,
         epoch=pipeline.epoch,
+        mode=pipeline.mode.value,
+        worker_ids=[member.worker_id for member in pipeline.members],
         num_slots=pipeline.limits.num_slots,
         used_slots=scheduler.used_slots,
         kv_tokens=pipeline.limits.kv_tokens,
         used_kv_tokens=scheduler.used_kv_tokens,
         context_tokens=pipeline.limits.context_tokens,
-        decode_tokens_per_s=engine.decode_rate.per_second(now),
-        prefill_tokens_per_s=engine.prefill_rate.per_second(now),
+        num_running=scheduler.num_running,
+        num_waiting=scheduler.num_waiting,
+        max_batch=scheduler.pace.max_batch,
+        steps_per_s=scheduler.pace.steps_per_s,
+        decode_tokens_per_s=lane.decode_rate.per_second(now),
+        prefill_tokens_per_s=lane.prefill_rate.per_second(now),
         hop_ms=pipeline.hop_ms(),
-        completion_tokens_total=engine.decode_rate.total,
-        prompt_tokens_total=engine.prefill_rate.total,
+        completion_tokens_total=lane.decode_rate.total,
+        prompt_tokens_total=lane.prefill_rate.total,
     )
 
 
 def device_status(
-    member: Member, hello: fleet_pb2.Hello, link_to_next: str, execution_provider: str, engine: Engine
+    member: Member, session: WorkerSession, monitor: ThermalMonitor, engine: Engine
 ) -> admin_pb2.DeviceStatus:
-    """A worker: what it said of itself, what it holds, and how it does."""
-    decode_ms = 0.0
-    if engine.pipeline is not None and member.stage is not None:
-        decode_ms = engine.pipeline.stage_ms(member.stage)
+    """A worker: what it said of itself, what it holds, how it does, and how much its device is spared."""
+    pace = monitor.pace()
     return admin_pb2.DeviceStatus(
         worker_id=member.worker_id,
-        profile=hello.profile,
-        runtime=hello.runtime,
+        profile=session.hello.profile,
+        runtime=session.hello.runtime,
         state=member.state.value,
+        pipeline_id=member.pipeline_id or "",
         layers=rpc.layers_to_proto(member.layers),
         telemetry=rpc.telemetry_to_proto(member.telemetry),
-        link_to_next=link_to_next,
-        execution_provider=execution_provider,
-        decode_ms=decode_ms,
+        link_to_next=session.link_to_next if member.stage is not None else "",
+        execution_provider=session.execution_provider,
+        decode_ms=_decode_ms(member, engine),
+        thermal_state=monitor.state.value,
+        thermal_cause=monitor.cause,
+        max_batch=pace.max_batch,
+        steps_per_s=pace.steps_per_s,
     )
+
+
+def _decode_ms(member: Member, engine: Engine) -> float:
+    lane = engine.lane(member.pipeline_id) if member.pipeline_id is not None else None
+    if lane is None or member.stage is None:
+        return 0.0
+    return lane.pipeline.stage_ms(member.stage)

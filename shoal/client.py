@@ -1,4 +1,5 @@
-"""The SDK: `Client` and, for asyncio, `AsyncClient`; both with `generate`, `chat`, `stream`, `list_models`, `status`.
+"""The SDK: `Client` and, for asyncio, `AsyncClient`; both with `generate`, `chat`, `stream`, `list_models`,
+`status`, `explain`.
 
 Owns channels and the cancelling of calls that nobody reads any more. Requests and answers are built and folded in
 `shoal.generation`, errors rebuilt in `shoal.rpc`. Checks nothing that the server checks. Called by users and the CLI.
@@ -17,7 +18,17 @@ import grpc
 
 from shoal.config import DEFAULT_PORT
 from shoal.errors import RequestCancelled
-from shoal.generation import Answer, Delta, GenerateOptions, Generation, Messages, Prompt, build_request
+from shoal.explanation import Explanation, explanation_from_proto
+from shoal.generation import (
+    Answer,
+    Delta,
+    GenerateOptions,
+    Generation,
+    Messages,
+    Prompt,
+    build_request,
+    deadline_s,
+)
 from shoal.rpc import CHANNEL_OPTIONS, error_from_rpc
 from shoal.status import FleetStatus, ModelSummary, model_from_proto, status_from_proto
 from shoal.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -176,7 +187,8 @@ class Client:
     ) -> Stream:
         """Continue a prompt (text or token ids) or answer a chat, delta by delta. Iterating raises the errors."""
         request = build_request(prompt, messages, options)
-        stream = Stream(self._inference.Generate(request, timeout=self._timeout_s), self._address)
+        timeout_s = deadline_s(options, self._timeout_s)
+        stream = Stream(self._inference.Generate(request, timeout=timeout_s), self._address)
         self._streams.add(stream)
         return stream
 
@@ -199,6 +211,11 @@ class Client:
 
     def status(self) -> FleetStatus:
         return status_from_proto(self._call(self._admin.GetStatus, admin_pb2.GetStatusRequest()))
+
+    def explain(self, request_id: str = "") -> Explanation:
+        """Why a recent request ran where and when it did; empty: the newest. Raises RequestNotFound."""
+        request = admin_pb2.ExplainRequest(request_id=request_id)
+        return explanation_from_proto(self._call(self._admin.Explain, request))
 
     def _call(self, method: Callable[..., Response], request: object) -> Response:
         with _errors_of(self._address):
@@ -236,8 +253,9 @@ class AsyncClient:
     ) -> AsyncStream:
         """Continue a prompt (text or token ids) or answer a chat, delta by delta. Iterating raises the errors."""
         request = build_request(prompt, messages, options)
+        timeout_s = deadline_s(options, self._timeout_s)
         method = inference_pb2_grpc.InferenceServiceStub(self._open()).Generate
-        stream = AsyncStream(method(request, timeout=self._timeout_s), self._address)
+        stream = AsyncStream(method(request, timeout=timeout_s), self._address)
         self._streams.add(stream)
         return stream
 
@@ -262,6 +280,11 @@ class AsyncClient:
     async def status(self) -> FleetStatus:
         method = admin_pb2_grpc.AdminServiceStub(self._open()).GetStatus
         return status_from_proto(await self._call(method, admin_pb2.GetStatusRequest()))
+
+    async def explain(self, request_id: str = "") -> Explanation:
+        """Why a recent request ran where and when it did; empty: the newest. Raises RequestNotFound."""
+        method = admin_pb2_grpc.AdminServiceStub(self._open()).Explain
+        return explanation_from_proto(await self._call(method, admin_pb2.ExplainRequest(request_id=request_id)))
 
     async def _call(self, method: Callable[..., Any], request: object) -> Any:
         with _errors_of(self._address):

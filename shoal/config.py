@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar, get_type_hints
@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, get_type_hints
 from platformdirs import user_data_path
 
 from shoal.errors import ConfigError
+from shoal.types import DeviceMode, QosClass
 
 DEFAULT_PORT = 50070
 MAX_PORT = 65535
@@ -93,10 +94,30 @@ class OrchestratorConfig:
     burst_steps: int = field(
         default=16, metadata=_help("Most decode steps granted at once while nobody waits.", at_least=1, at_most=1024)
     )
+    qos: str = field(
+        default="balanced",
+        metadata=_help("Class of requests that name none: latency, balanced or throughput.", at_least=1),
+    )
+    max_waiting: int = field(
+        default=256, metadata=_help("Most requests of one tenant that may wait.", at_least=1, at_most=100_000)
+    )
+    tenant_weights: str = field(
+        default="", metadata=_help("Shares of tenants under load, as gold=4,free=1; 1 for those not named.")
+    )
+    replicas: int = field(
+        default=1, metadata=_help("Pipelines to make of the devices not kept for latency.", at_least=1, at_most=64)
+    )
+    ttft_ms: float = field(
+        default=2000.0, metadata=_help("Time to first token that class balanced aims at, in milliseconds.", above=0)
+    )
+    inter_token_ms: float = field(
+        default=100.0, metadata=_help("Time between tokens that class balanced aims at, in milliseconds.", above=0)
+    )
     chunk_tokens: int = field(default=64, metadata=_help("Most prompt tokens in one step.", at_least=2, at_most=4096))
 
     def __post_init__(self) -> None:
         _check_ranges(self)
+        _check_choice("qos", self.qos, [qos.value for qos in QosClass])
         if self.lease_s <= self.heartbeat_s:
             raise ConfigError(
                 f"lease_s = {self.lease_s} must be more than heartbeat_s = {self.heartbeat_s}, or every device is lost "
@@ -118,6 +139,9 @@ class WorkerConfig:
     port: int = field(
         default=0, metadata=_help("Port to listen on; 0: any that is free.", at_least=0, at_most=MAX_PORT)
     )
+    mode: str = field(
+        default="", metadata=_help("What the device is for: mixed, latency or throughput; empty: as its profile says.")
+    )
     threads: int = field(
         default=0, metadata=_help("Compute threads; 0: as the device's profile says.", at_least=0, at_most=1024)
     )
@@ -127,6 +151,7 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         _check_ranges(self)
+        _check_choice("mode", self.mode, ["", *(mode.value for mode in DeviceMode)])
         host, _, port = self.join.rpartition(":")
         if not (host and port.isascii() and port.isdigit() and 1 <= int(port) <= MAX_PORT):
             raise _refusal("join", self.join, f"HOST:PORT, with a port from 1 to {MAX_PORT}")
@@ -222,6 +247,11 @@ def _check_ranges(config: Config) -> None:
         is_within = is_within and (at_least is None or value >= at_least) and (above is None or value > above)
         if not is_within:
             raise _refusal(item.name, value, _range(at_least, above, at_most))
+
+
+def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise _refusal(name, value, "one of " + ", ".join(choice for choice in choices if choice))
 
 
 def _range(at_least: float | None, above: float | None, at_most: float) -> str:

@@ -120,6 +120,19 @@ class DeadlineExceeded(ShoalError):
     reason = "DEADLINE_EXCEEDED"
 
 
+class DeadlineUnmeetable(ShoalError):
+    """A request would miss its deadline, as far as can be predicted when it comes; the message has the numbers."""
+
+    reason = "DEADLINE_UNMEETABLE"
+    is_retryable = True
+
+
+class RequestNotFound(ShoalError):
+    """No request of that id is known (any more)."""
+
+    reason = "REQUEST_NOT_FOUND"
+
+
 class RequestCancelled(ShoalError):
     reason = "CANCELLED"
 
@@ -160,6 +173,8 @@ STATUS_OF_REASON = {
     WorkerLost.reason: "UNAVAILABLE",
     Overloaded.reason: "RESOURCE_EXHAUSTED",
     DeadlineExceeded.reason: "DEADLINE_EXCEEDED",
+    DeadlineUnmeetable.reason: "RESOURCE_EXHAUSTED",
+    RequestNotFound.reason: "NOT_FOUND",
     RequestCancelled.reason: "CANCELLED",
     ConfigError.reason: "FAILED_PRECONDITION",
     LaunchFailed.reason: "FAILED_PRECONDITION",

@@ -18,10 +18,16 @@ from shoal.v1 import inference_pb2, types_pb2
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, str]]
+# A year; gRPC takes no time that is much longer.
+MAX_DEADLINE_S = 3.2e7
 
 
 class GenerateOptions(TypedDict, total=False):
-    """How to answer; what is left out takes the server's default (see proto/shoal/v1/inference.proto)."""
+    """How to answer; what is left out takes the server's default (see proto/shoal/v1/inference.proto).
+
+    deadline_s: the most that the whole answer may take, from now; the server refuses at once what cannot make it. The
+    client's own timeout_s holds where it is left out.
+    """
 
     model: str
     max_tokens: int
@@ -39,6 +45,11 @@ class GenerateOptions(TypedDict, total=False):
     num_logprobs: int
     qos_class: QosClass | Literal["latency", "balanced", "throughput"]
     request_id: str
+    tenant: str
+    max_tokens_per_s: float
+    ttft_target_ms: float
+    inter_token_target_ms: float
+    deadline_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +85,8 @@ class Generation:
     """A complete answer, or what there was of one that was cancelled.
 
     ttft_ms: from acceptance to the first token, by the server's clock. tokens_per_s: after the first token. Both are 0,
-    and pipeline is empty, if the client itself cancelled.
+    and pipeline is empty, if the client itself cancelled. queue_ms: time without a slot. num_preemptions: how often more
+    urgent requests took its place; its text is the same.
     """
 
     text: str
@@ -89,6 +101,9 @@ class Generation:
     model: str
     seed: int
     logprobs: tuple[TokenLogprobs, ...] = ()
+    pipeline_id: str = ""
+    queue_ms: float = 0.0
+    num_preemptions: int = 0
 
 
 class Answer:
@@ -155,6 +170,9 @@ class Answer:
             model=accepted.model,
             seed=accepted.seed,
             logprobs=tuple(self._logprobs),
+            pipeline_id=finished.pipeline_id,
+            queue_ms=finished.queue_ms,
+            num_preemptions=finished.num_preemptions,
         )
 
 
@@ -183,13 +201,27 @@ def build_request(
         request_id=_text("request_id", options.get("request_id", "")),
         stop=_stop(options.get("stop", ())),
         ignore_eos=bool(options.get("ignore_eos", False)),
+        tenant=_text("tenant", options.get("tenant", "")),
     )
     if "qos_class" in options:
         request.qos_class = qos_to_proto(_qos(options["qos_class"]))
     _set_input(request, prompt, messages)
-    _set_number(request, "max_tokens", options.get("max_tokens"), "")
+    for name in ("max_tokens", "max_tokens_per_s", "ttft_target_ms", "inter_token_target_ms"):
+        _set_number(request, name, options.get(name), "")
     _set_sampling(request.sampling, options)
     return request
+
+
+def deadline_s(options: GenerateOptions, otherwise: float | None) -> float | None:
+    """What a call may take. Raises TypeError and InvalidRequest for what is no time above 0."""
+    value: object = options.get("deadline_s")
+    if value is None:
+        return otherwise
+    if isinstance(value, bool) or not isinstance(value, float | int):
+        raise TypeError(f"deadline_s must be a number, not {value!r}")
+    if not 0 < value < MAX_DEADLINE_S:
+        raise InvalidRequest("deadline_s", f"{value} is out of range; it must be above 0 and below {MAX_DEADLINE_S:g}")
+    return float(value)
 
 
 def _set_input(request: inference_pb2.GenerateRequest, prompt: Prompt | None, messages: Messages | None) -> None:

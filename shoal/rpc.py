@@ -30,7 +30,17 @@ from shoal.errors import (
     ShoalError,
     rebuild,
 )
-from shoal.types import DeviceProfile, FinishReason, LayerRange, QosClass, SamplingParams, ShardShape, Telemetry
+from shoal.types import (
+    DeviceLimits,
+    DeviceMode,
+    DeviceProfile,
+    FinishReason,
+    LayerRange,
+    QosClass,
+    SamplingParams,
+    ShardShape,
+    Telemetry,
+)
 from shoal.v1 import fleet_pb2, types_pb2
 
 logger = logging.getLogger(__name__)
@@ -238,31 +248,64 @@ _PROFILE_FIELDS: Final = (
     "allow_direct_links",
     "max_batch",
     "is_emulated",
+    "fallback_timeout_ms",
 )
+_LIMITS_FIELDS: Final = (
+    "moderate_c",
+    "hot_c",
+    "critical_c",
+    "low_battery_percent",
+    "critical_battery_percent",
+    "busy_load",
+    "max_batch",
+    "steps_per_s",
+)
+_MODE_TO_PROTO: Final = {
+    DeviceMode.MIXED: fleet_pb2.DEVICE_MODE_MIXED,
+    DeviceMode.LATENCY: fleet_pb2.DEVICE_MODE_LATENCY,
+    DeviceMode.THROUGHPUT: fleet_pb2.DEVICE_MODE_THROUGHPUT,
+}
+_MODE_FROM_PROTO: Final = {value: mode for mode, value in _MODE_TO_PROTO.items()}
 
 
 def profile_to_proto(profile: DeviceProfile) -> fleet_pb2.DeviceProfile:
-    """Leave out what concerns the device alone: its threads and the emulation of its link."""
+    """Leave out what concerns the device alone: its threads and how it is emulated."""
     fields: dict[str, Any] = {name: getattr(profile, name) for name in _PROFILE_FIELDS}
-    return fleet_pb2.DeviceProfile(**fields)
+    limits: dict[str, Any] = {name: getattr(profile.limits, name) for name in _LIMITS_FIELDS}
+    return fleet_pb2.DeviceProfile(**fields, mode=_MODE_TO_PROTO[profile.mode], limits=fleet_pb2.DeviceLimits(**limits))
 
 
 def profile_from_proto(message: fleet_pb2.DeviceProfile) -> DeviceProfile:
+    """A mode of a later version counts as mixed."""
     fields: dict[str, Any] = {name: getattr(message, name) for name in _PROFILE_FIELDS}
-    return DeviceProfile(**fields)
+    limits: dict[str, Any] = {name: getattr(message.limits, name) for name in _LIMITS_FIELDS}
+    limits |= {name: tuple(limits[name]) for name in ("max_batch", "steps_per_s")}
+    mode = _MODE_FROM_PROTO.get(message.mode, DeviceMode.MIXED)
+    return DeviceProfile(**fields, mode=mode, limits=DeviceLimits(**limits))
 
 
-_TELEMETRY_FIELDS: Final = ("rss_bytes", "kv_bytes", "weight_bytes", "free_memory_bytes", "cpu_load")
+_TELEMETRY_FIELDS: Final = (
+    "rss_bytes",
+    "kv_bytes",
+    "weight_bytes",
+    "free_memory_bytes",
+    "cpu_load",
+    "is_charging",
+    "other_load",
+    "clock",
+)
+_SENSOR_FIELDS: Final = ("temperature_c", "battery_percent")
 
 
 def telemetry_to_proto(telemetry: Telemetry) -> fleet_pb2.Telemetry:
-    fields: dict[str, Any] = {name: getattr(telemetry, name) for name in _TELEMETRY_FIELDS}
+    fields: dict[str, Any] = {name: getattr(telemetry, name) for name in (*_TELEMETRY_FIELDS, *_SENSOR_FIELDS)}
     return fleet_pb2.Telemetry(**fields)
 
 
 def telemetry_from_proto(message: fleet_pb2.Telemetry) -> Telemetry:
     fields: dict[str, Any] = {name: getattr(message, name) for name in _TELEMETRY_FIELDS}
-    return Telemetry(**fields)
+    sensors: dict[str, Any] = {name: getattr(message, name) for name in _SENSOR_FIELDS if message.HasField(name)}
+    return Telemetry(**fields, **sensors)
 
 
 _SHAPE_FIELDS: Final = (
@@ -303,9 +346,7 @@ _QOS_TO_PROTO: Final = {
     QosClass.BALANCED: types_pb2.QOS_CLASS_BALANCED,
     QosClass.THROUGHPUT: types_pb2.QOS_CLASS_THROUGHPUT,
 }
-_QOS_FROM_PROTO: Final = {types_pb2.QOS_CLASS_UNSPECIFIED: QosClass.BALANCED} | {
-    value: qos for qos, value in _QOS_TO_PROTO.items()
-}
+_QOS_FROM_PROTO: Final = {value: qos for qos, value in _QOS_TO_PROTO.items()}
 _FINISH_TO_PROTO: Final = {
     FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
@@ -318,8 +359,10 @@ def qos_to_proto(qos: QosClass) -> types_pb2.QosClass:
     return _QOS_TO_PROTO[qos]
 
 
-def qos_from_proto(value: types_pb2.QosClass) -> QosClass:
-    """Unspecified is balanced; raises InvalidRequest for a class of a later version."""
+def qos_from_proto(value: types_pb2.QosClass, default: QosClass) -> QosClass:
+    """Unspecified is the default; raises InvalidRequest for a class of a later version."""
+    if value == types_pb2.QOS_CLASS_UNSPECIFIED:
+        return default
     if value not in _QOS_FROM_PROTO:
         raise InvalidRequest("qos_class", f"{value} is not a QoS class this server knows")
     return _QOS_FROM_PROTO[value]

@@ -1,4 +1,4 @@
-"""What a fleet says of itself, as the SDK's callers get it: devices, pipeline, models.
+"""What a fleet says of itself, as the SDK's callers get it: devices, pipelines, models.
 
 Plain frozen values made from AdminService and InferenceService messages. Does no I/O. Called by `shoal.client`.
 """
@@ -7,14 +7,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.rpc import layers_from_proto, telemetry_from_proto
+from shoal.rpc import layers_from_proto, profile_from_proto, telemetry_from_proto
 from shoal.types import LayerRange, Telemetry
 from shoal.v1 import admin_pb2, inference_pb2
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceStatus:
-    """A worker and its device. layers: None on standby. decode_ms: median compute of a decode step, at first 0."""
+    """A worker and its device.
+
+    layers: None on standby, where pipeline_id is empty. mode: mixed, latency or throughput. decode_ms: median compute of
+    a decode step, at first 0. thermal_state: nominal, moderate, hot or critical; thermal_cause: what brought it there.
+    max_batch, steps_per_s: what it may do in that state (steps_per_s 0: no limit).
+    """
 
     worker_id: str
     device: str
@@ -29,6 +34,12 @@ class DeviceStatus:
     decode_ms: float
     execution_provider: str
     kernel_fingerprint: str
+    mode: str
+    pipeline_id: str
+    thermal_state: str
+    thermal_cause: str
+    max_batch: int
+    steps_per_s: float
 
     @property
     def used_bytes(self) -> int:
@@ -38,7 +49,11 @@ class DeviceStatus:
 
 @dataclass(frozen=True, slots=True)
 class PipelineStatus:
-    """The pipeline that serves. Rates are over the last ten seconds; hop_ms is 0 where clocks cannot be compared."""
+    """A pipeline that serves.
+
+    mode: what its devices are for. max_batch, steps_per_s: what its tightest stage may do now (steps_per_s 0: no limit).
+    Rates are over the last ten seconds, totals since it came up; hop_ms is 0 where clocks cannot be compared.
+    """
 
     pipeline_id: str
     epoch: int
@@ -52,21 +67,38 @@ class PipelineStatus:
     hop_ms: float
     completion_tokens_total: int
     prompt_tokens_total: int
+    mode: str
+    worker_ids: tuple[str, ...]
+    num_running: int
+    num_waiting: int
+    max_batch: int
+    steps_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class FleetStatus:
-    """An orchestrator and its devices. waiting_for: what is missing while not ready. pipeline: at first None."""
+    """An orchestrator and its devices. ready: some pipeline serves. waiting_for: what is missing while none does."""
 
     version: str
     model: str
     ready: bool
     waiting_for: str
     devices: tuple[DeviceStatus, ...]
-    pipeline: PipelineStatus | None
+    pipelines: tuple[PipelineStatus, ...]
     num_running: int
     num_waiting: int
     uptime_s: float
+
+    @property
+    def pipeline(self) -> PipelineStatus | None:
+        """The first, for those who know of one; None before it serves."""
+        return self.pipelines[0] if self.pipelines else None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all pipelines serve that devices are a part of, and there is one."""
+        serving = {pipeline.pipeline_id for pipeline in self.pipelines}
+        return self.ready and all(one.pipeline_id in serving for one in self.devices if one.layers is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +120,7 @@ def status_from_proto(message: admin_pb2.GetStatusResponse) -> FleetStatus:
         ready=message.ready,
         waiting_for=message.waiting_for,
         devices=tuple(_device(device) for device in message.devices),
-        pipeline=_pipeline(message.pipeline) if message.pipeline.pipeline_id else None,
+        pipelines=tuple(_pipeline(pipeline) for pipeline in message.pipelines),
         num_running=message.num_running,
         num_waiting=message.num_waiting,
         uptime_s=message.uptime_s,
@@ -121,6 +153,12 @@ def _device(message: admin_pb2.DeviceStatus) -> DeviceStatus:
         decode_ms=message.decode_ms,
         execution_provider=message.execution_provider,
         kernel_fingerprint=message.runtime.kernel_fingerprint,
+        mode=profile_from_proto(message.profile).mode.value,
+        pipeline_id=message.pipeline_id,
+        thermal_state=message.thermal_state,
+        thermal_cause=message.thermal_cause,
+        max_batch=message.max_batch,
+        steps_per_s=message.steps_per_s,
     )
 
 
@@ -138,4 +176,10 @@ def _pipeline(message: admin_pb2.PipelineStatus) -> PipelineStatus:
         hop_ms=message.hop_ms,
         completion_tokens_total=message.completion_tokens_total,
         prompt_tokens_total=message.prompt_tokens_total,
+        mode=message.mode,
+        worker_ids=tuple(message.worker_ids),
+        num_running=message.num_running,
+        num_waiting=message.num_waiting,
+        max_batch=message.max_batch,
+        steps_per_s=message.steps_per_s,
     )

@@ -17,7 +17,7 @@ PipelineId = NewType("PipelineId", str)
 SequenceId = NewType("SequenceId", int)
 SlotId = NewType("SlotId", int)
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_TOP_LOGPROBS = 20
 
 
@@ -25,6 +25,27 @@ class QosClass(Enum):
     LATENCY = "latency"
     BALANCED = "balanced"
     THROUGHPUT = "throughput"
+
+
+class DeviceMode(Enum):
+    """What a device is for.
+
+    LATENCY: a pipeline of its own where the model fits, kept for requests of that class, which others may borrow while it
+    idles. THROUGHPUT: part of a pipeline that gathers requests into batches. MIXED: whatever is needed.
+    """
+
+    MIXED = "mixed"
+    LATENCY = "latency"
+    THROUGHPUT = "throughput"
+
+
+class ThermalState(Enum):
+    """How much a device is to be spared: by heat, by its battery, or because other programs need it."""
+
+    NOMINAL = "nominal"
+    MODERATE = "moderate"
+    HOT = "hot"
+    CRITICAL = "critical"
 
 
 class NumericClass(Enum):
@@ -115,12 +136,51 @@ class LinkProfile:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceLimits:
+    """When a device is to be spared, and how much; 0 stands for no such limit.
+
+    moderate_c, hot_c, critical_c: temperatures from which it is in that state. busy_load: share of its processors that other
+    programs take, from which it is MODERATE. max_batch, steps_per_s: for NOMINAL, MODERATE, HOT, CRITICAL; max_batch empty:
+    all, three quarters, half and a quarter of what the profile allows (for 8 rows that is 8/6/4/2).
+    """
+
+    moderate_c: float = 0.0
+    hot_c: float = 0.0
+    critical_c: float = 0.0
+    low_battery_percent: float = 0.0
+    critical_battery_percent: float = 0.0
+    busy_load: float = 0.0
+    max_batch: tuple[int, ...] = ()
+    steps_per_s: tuple[float, ...] = (0.0, 12.0, 6.0, 3.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ThermalModel:
+    """How an emulated device warms: heat_c_per_s while it computes at base clock, and Newton's cooling towards ambient_c."""
+
+    ambient_c: float = 25.0
+    heat_c_per_s: float = 0.0
+    cooling_per_s: float = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class BatteryModel:
+    """How an emulated device's battery empties; capacity_wh 0: it has none. Power in watts."""
+
+    capacity_wh: float = 0.0
+    start_percent: float = 100.0
+    active_w: float = 0.0
+    idle_w: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceProfile:
     """What a device is able to hold and how fast it is: declared, and enforced where it is emulated.
 
     memory_bytes: weights, KV and workspace together. speed: relative to the unhindered machine (an emulated device with
     speed 0.5 takes twice as long for its compute). num_threads: intra-op threads. poll_ms: the most that the compute thread
-    may poll for a step it expects, instead of sleeping; 0 saves energy.
+    may poll for a step it expects, instead of sleeping; 0 saves energy. fallback_timeout_ms: a request that its pipeline has
+    not started within this time may be taken by another one. thermal, battery: of emulated devices only.
     """
 
     name: str
@@ -133,17 +193,31 @@ class DeviceProfile:
     allow_direct_links: bool = True
     link: LinkProfile = LinkProfile()
     is_emulated: bool = False
+    mode: DeviceMode = DeviceMode.MIXED
+    fallback_timeout_ms: float = 200.0
+    limits: DeviceLimits = DeviceLimits()
+    thermal: ThermalModel = ThermalModel()
+    battery: BatteryModel = BatteryModel()
 
 
 @dataclass(frozen=True, slots=True)
 class Telemetry:
-    """What a device reports as it runs."""
+    """What a device reports as it runs.
+
+    cpu_load, other_load: shares of its processors that the worker and that other programs take. temperature_c and
+    battery_percent: None where there is no such sensor. clock: share of the base clock that heat leaves (emulated devices).
+    """
 
     rss_bytes: int = 0
     kv_bytes: int = 0
     weight_bytes: int = 0
     free_memory_bytes: int = 0
     cpu_load: float = 0.0
+    temperature_c: float | None = None
+    battery_percent: float | None = None
+    is_charging: bool = False
+    other_load: float = 0.0
+    clock: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

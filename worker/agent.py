@@ -12,11 +12,12 @@ import errno
 import logging
 import secrets
 import socket
+import time
 from collections.abc import AsyncIterator, Coroutine
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
-import psutil
 
 from shoal import rpc
 from shoal.config import WorkerConfig
@@ -29,7 +30,7 @@ from shoal.errors import (
     StorageFull,
 )
 from shoal.memory import need_bytes
-from shoal.types import PROTOCOL_VERSION, DeviceProfile, Telemetry
+from shoal.types import PROTOCOL_VERSION, DeviceProfile
 from shoal.v1 import fleet_pb2, fleet_pb2_grpc
 from worker import compute
 from worker.blobs import BlobCache
@@ -41,6 +42,7 @@ from worker.lifecycle import Lifecycle, WorkerState
 from worker.listener import PeerListener
 from worker.session import runtime_summary
 from worker.stage import StageSpec
+from worker.telemetry import telemetry_of
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +78,7 @@ class Agent:
         self._peers: dict[socket.socket, fleet_pb2.LoadShard] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._ports = (0, 0)
-        self._process = psutil.Process()
+        self._telemetry = telemetry_of(profile, self._compute.emulated, time.monotonic())
         self._told_reason = ""
         self._is_leaving = False
 
@@ -370,13 +372,8 @@ class Agent:
             await asyncio.sleep(interval_s)
 
     def _report_telemetry(self) -> None:
-        telemetry = Telemetry(
-            rss_bytes=self._process.memory_info().rss,
-            kv_bytes=self._compute.kv_bytes,
-            weight_bytes=self._weight_bytes,
-            free_memory_bytes=psutil.virtual_memory().available,
-            cpu_load=self._process.cpu_percent() / 100,
-        )
+        seen = self._telemetry.read(time.monotonic())
+        telemetry = replace(seen, kv_bytes=self._compute.kv_bytes, weight_bytes=self._weight_bytes)
         self._report(heartbeat=fleet_pb2.Heartbeat(telemetry=rpc.telemetry_to_proto(telemetry)))
 
     def _report(self, **event: object) -> None:

@@ -8,17 +8,24 @@ import socket
 
 from shoal import process
 from shoal.config import WorkerConfig
-from shoal.types import DeviceProfile
+from shoal.types import DeviceMode, DeviceProfile
 from worker.agent import Agent
 
 
 def run(config: WorkerConfig, profile: DeviceProfile, *, stop_on_stdin_eof: bool = False) -> int:
     """Run a worker until SIGTERM; returns the exit code."""
     worker_id = config.worker_id or f"{profile.name}-{socket.gethostname()}"
-    if config.threads:
-        profile = dataclasses.replace(profile, num_threads=config.threads)
+    device = with_options(profile, config)
 
     async def main(stopping: asyncio.Event) -> None:
-        await Agent(config, profile, worker_id, config.home / "devices" / worker_id).run(stopping)
+        await Agent(config, device, worker_id, config.home / "devices" / worker_id).run(stopping)
 
     return process.run(main, stop_on_stdin_eof=stop_on_stdin_eof)
+
+
+def with_options(profile: DeviceProfile, config: WorkerConfig) -> DeviceProfile:
+    """The profile with what the options say in place of its own threads and mode."""
+    threads = config.threads or profile.num_threads
+    return dataclasses.replace(
+        profile, num_threads=threads, mode=DeviceMode(config.mode) if config.mode else profile.mode
+    )

@@ -21,7 +21,7 @@ from shoal.errors import ConnectionFailed, InternalError, ShoalError
 from shoal.types import DeviceProfile
 from shoal.v1 import flow_pb2
 from worker.anticipation import Anticipation
-from worker.emulation import SlowDown
+from worker.emulation import EmulatedDevice, SlowDown
 from worker.inbox import Inbox, SocketClosed
 from worker.links import Link
 from worker.shard import Shard, open_shard
@@ -111,6 +111,7 @@ class _Loaded:
 class Compute:
     """Runs in a thread of its own from start() to stop().
 
+    kv_bytes, and the condition of the emulated device, may be read by any thread.
     Invariant: sessions, arenas and stages are touched by that thread only; others post().
     """
 
@@ -123,6 +124,7 @@ class Compute:
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
         self._anticipation = Anticipation(profile.poll_ms / 1e3)
         self._expects_step = False
+        self.emulated = EmulatedDevice(profile, time.monotonic()) if profile.is_emulated else None
         self.kv_bytes = 0
 
     def start(self) -> None:
@@ -142,7 +144,7 @@ class Compute:
             item = self._next()
             if isinstance(item, Stop):
                 break
-            self._supervise(item)
+            self._work_on(item)
             self._expects_step = _is_lone_burst(item)
         for pipeline_id in list(self._stages):
             self._unload(pipeline_id)
@@ -158,6 +160,15 @@ class Compute:
         if _is_lone_burst(item):
             self._anticipation.observe(time.monotonic() - started)
         return item
+
+    def _work_on(self, item: Command | flow_pb2.Frame | SocketClosed) -> None:
+        """Act on an item; what it takes, the wait of a slowed-down device included, warms an emulated one."""
+        if self.emulated is None:
+            self._supervise(item)
+            return
+        self.emulated.begin(time.monotonic())
+        self._supervise(item)
+        self.emulated.end(time.monotonic())
 
     def _supervise(self, item: Command | flow_pb2.Frame | SocketClosed) -> None:
         try:
@@ -207,7 +218,7 @@ class Compute:
         self._unload(spec.pipeline_id)
         shard = open_shard(spec.shape, command.graph, command.blob_dir, num_threads=self._profile.num_threads)
         # Only an emulated device is slower than the machine it runs on.
-        slow_down = SlowDown(self._profile.speed if self._profile.is_emulated else 1.0)
+        slow_down = SlowDown(1.0) if self.emulated is None else self.emulated.slow_down
         runner = StageRunner(spec, shard, slow_down, lambda frame: self._route(spec, frame))
         self._stages[spec.pipeline_id] = _Loaded(runner, shard, {}, [])
         self._notify(StageLoaded(spec, shard.provider))

@@ -1,18 +1,19 @@
-"""Who is a member of the fleet, who may be routed to, and which placement is in force.
+"""Who is a member of the fleet, who may be routed to, and which placements are in force, each a pipeline.
 
-Leases tell the living from the lost, incarnations a restarted worker from its ghost, epochs the placement in force from
+Leases tell the living from the lost, incarnations a restarted worker from its ghost, epochs a placement in force from
 earlier ones. It neither talks to workers nor chooses placements: the control task feeds it what happened and asks it
 what holds now.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from orchestrator.core.placement import Placement
 from shoal.errors import InternalError
-from shoal.types import DeviceProfile, LayerRange, Telemetry, WorkerId
+from shoal.types import DeviceProfile, LayerRange, PipelineId, Telemetry, WorkerId
 
 
 class WorkerState(Enum):
@@ -46,7 +47,8 @@ PLACEABLE = frozenset(WorkerState) - _LEAVES
 class Member:
     """A worker as it is known now.
 
-    lease_expires_at: it may be routed to until then. stage, layers: in the placement in force; None if it has none.
+    lease_expires_at: it may be routed to until then. pipeline_id, stage, layers: in the placement in force; None if it is
+    in none.
     """
 
     worker_id: WorkerId
@@ -56,45 +58,67 @@ class Member:
     lease_expires_at: float
     state: WorkerState = WorkerState.JOINING
     telemetry: Telemetry = field(default_factory=Telemetry)
+    pipeline_id: PipelineId | None = None
     stage: int | None = None
     layers: LayerRange | None = None
 
     def story(self) -> str:
         return (
             f"worker {self.worker_id} (incarnation {self.incarnation}, joined {self.joined_at}, lease until "
-            f"{self.lease_expires_at}) is {self.state.value} with stage {self.stage}"
+            f"{self.lease_expires_at}) is {self.state.value} with stage {self.stage} of {self.pipeline_id}"
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A placement in force. epoch: of it alone; no other placement has had or will have the same."""
+
+    placement: Placement
+    epoch: int
+
+
 class Fleet:
-    """The members, in the order they joined, and the placement in force.
+    """The members, in the order they joined, and the placements in force.
 
     Invariants:
     - no member is GONE; LOADING and READY members have a stage, JOINING ones have none;
-    - a stage is held by at most one member, the one the placement names, with the placement's layers;
-    - is_ready exactly if a placement is in force and each of its stages is held by a READY member.
+    - a stage is held by at most one member, the one its placement names, with the placement's layers, and no member is in
+      two placements;
+    - epochs of placements in force differ, and none is above `epoch`;
+    - is_ready(a pipeline) exactly if its placement is in force and each of its stages is held by a READY member.
     """
 
     def __init__(self, *, lease_s: float) -> None:
         self.lease_s = lease_s
         self._members: dict[WorkerId, Member] = {}
-        self._placement: Placement | None = None
+        self._placed: dict[PipelineId, Placed] = {}
         self._epoch = 0
 
     @property
     def epoch(self) -> int:
+        """The highest that a placement has been given."""
         return self._epoch
 
     @property
-    def placement(self) -> Placement | None:
-        return self._placement
+    def placements(self) -> tuple[Placement, ...]:
+        return tuple(one.placement for one in self._placed.values())
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether the whole pipeline can serve; false as soon as one of its workers drains or is lost."""
-        if self._placement is None:
+    def placed(self, pipeline_id: PipelineId) -> Placed | None:
+        return self._placed.get(pipeline_id)
+
+    def is_current(self, pipeline_id: PipelineId, epoch: int) -> bool:
+        """Whether what carries this pipeline and epoch is of a placement in force."""
+        placed = self._placed.get(pipeline_id)
+        return placed is not None and placed.epoch == epoch
+
+    def is_ready(self, pipeline_id: PipelineId) -> bool:
+        """Whether a whole pipeline can serve; false as soon as one of its workers drains or is lost."""
+        placed = self._placed.get(pipeline_id)
+        if placed is None:
             return False
-        return all(self._holds(stage.worker_id, index) for index, stage in enumerate(self._placement.stages))
+        return all(
+            self._holds(stage.worker_id, pipeline_id, index) for index, stage in enumerate(placed.placement.stages)
+        )
 
     def members(self) -> tuple[Member, ...]:
         return tuple(self._members.values())
@@ -153,62 +177,86 @@ class Fleet:
             self._move(worker_id, WorkerState.GONE)
         return member is not None
 
-    def assign(self, placement: Placement) -> int:
-        """Put a placement in force and return its epoch: its workers are LOADING, all others STANDBY."""
-        self._begin_epoch(placement)
-        for index, stage in enumerate(placement.stages):
-            self._move(stage.worker_id, WorkerState.LOADING, stage=index, layers=stage.layers)
-        return self._epoch
+    def assign(self, placements: Iterable[Placement]) -> tuple[Placed, ...]:
+        """Put exactly these placements in force and return those that were not: their workers are LOADING.
 
-    def dissolve(self) -> int:
-        """Put no placement in force; whatever still runs is stale under the new epoch, which is returned."""
-        self._begin_epoch(None)
-        return self._epoch
+        A placement that is in force already stays so, with its epoch and its workers' states. Who has lost its stage is on
+        STANDBY.
+        """
+        before, self._placed = self._placed, {}
+        begun = []
+        for placement in placements:
+            placed = before.get(placement.pipeline_id)
+            if placed is None or placed.placement != placement:
+                self._epoch += 1
+                placed = Placed(placement, self._epoch)
+                begun.append(placed)
+            self._placed[placement.pipeline_id] = placed
+        for pipeline_id, placed in before.items():
+            if self._placed.get(pipeline_id) is not placed:
+                self._release(pipeline_id)
+        for placed in begun:
+            self._give_stages(placed.placement)
+        return tuple(begun)
 
-    def shard_loaded(self, worker_id: WorkerId, incarnation: int, epoch: int) -> bool:
-        """Note that a worker holds its shard; True if the pipeline is complete with it. A stale report is refused."""
-        member = self._find_loading(worker_id, incarnation, epoch)
+    def drop(self, pipeline_id: PipelineId) -> None:
+        """Put a placement out of force: what is still said of it is stale. Its workers are on STANDBY, none is told."""
+        if self._placed.pop(pipeline_id, None) is not None:
+            self._release(pipeline_id)
+
+    def shard_loaded(self, worker_id: WorkerId, incarnation: int, pipeline_id: PipelineId, epoch: int) -> bool:
+        """Note that a worker holds its shard; True if its pipeline is complete with it. A stale report is refused."""
+        member = self._find_loading(worker_id, incarnation, pipeline_id, epoch)
         if member is None:
             return False
-        self._move(worker_id, WorkerState.READY, stage=member.stage, layers=member.layers)
-        return self.is_ready
+        self._move(worker_id, WorkerState.READY)
+        return self.is_ready(pipeline_id)
 
-    def shard_failed(self, worker_id: WorkerId, incarnation: int, epoch: int) -> bool:
+    def shard_failed(self, worker_id: WorkerId, incarnation: int, pipeline_id: PipelineId, epoch: int) -> bool:
         """Note that a worker could not load its shard; False if the report is stale. It is STANDBY then."""
-        member = self._find_loading(worker_id, incarnation, epoch)
+        member = self._find_loading(worker_id, incarnation, pipeline_id, epoch)
         if member is not None:
-            self._move(worker_id, WorkerState.STANDBY)
+            self._take_stage(member)
         return member is not None
 
-    def _holds(self, worker_id: WorkerId, stage: int) -> bool:
+    def _holds(self, worker_id: WorkerId, pipeline_id: PipelineId, stage: int) -> bool:
         member = self._members.get(worker_id)
-        return member is not None and member.state is WorkerState.READY and member.stage == stage
+        return (
+            member is not None
+            and member.state is WorkerState.READY
+            and (member.pipeline_id, member.stage) == (pipeline_id, stage)
+        )
 
     def _find(self, worker_id: WorkerId, incarnation: int) -> Member | None:
         member = self._members.get(worker_id)
         return member if member is not None and member.incarnation == incarnation else None
 
-    def _find_loading(self, worker_id: WorkerId, incarnation: int, epoch: int) -> Member | None:
-        member = self._find(worker_id, incarnation) if epoch == self._epoch else None
-        return member if member is not None and member.state is WorkerState.LOADING else None
+    def _find_loading(
+        self, worker_id: WorkerId, incarnation: int, pipeline_id: PipelineId, epoch: int
+    ) -> Member | None:
+        member = self._find(worker_id, incarnation)
+        if member is None or member.pipeline_id != pipeline_id or not self.is_current(pipeline_id, epoch):
+            return None
+        return member if member.state is WorkerState.LOADING else None
 
-    def _begin_epoch(self, placement: Placement | None) -> None:
-        self._epoch += 1
-        self._placement = placement
+    def _give_stages(self, placement: Placement) -> None:
+        for index, stage in enumerate(placement.stages):
+            member = self._move(stage.worker_id, WorkerState.LOADING)
+            self._members[stage.worker_id] = replace(
+                member, pipeline_id=placement.pipeline_id, stage=index, layers=stage.layers
+            )
+
+    def _release(self, pipeline_id: PipelineId) -> None:
         for member in self.members():
-            if member.state in PLACEABLE:
-                self._move(member.worker_id, WorkerState.STANDBY)
-            else:
-                self._members[member.worker_id] = replace(member, stage=None, layers=None)
+            if member.pipeline_id == pipeline_id:
+                self._take_stage(member)
 
-    def _move(
-        self,
-        worker_id: WorkerId,
-        state: WorkerState,
-        *,
-        stage: int | None = None,
-        layers: LayerRange | None = None,
-    ) -> None:
+    def _take_stage(self, member: Member) -> None:
+        if member.state in PLACEABLE:
+            member = self._move(member.worker_id, WorkerState.STANDBY)
+        self._members[member.worker_id] = replace(member, pipeline_id=None, stage=None, layers=None)
+
+    def _move(self, worker_id: WorkerId, state: WorkerState) -> Member:
         """Change a member's state; raises InternalError with its story if the table does not allow it."""
         member = self._members.get(worker_id)
         if member is None:
@@ -216,14 +264,11 @@ class Fleet:
         if state not in TRANSITIONS[member.state]:
             raise InternalError(f"{member.story()}: cannot become {state.value}")
         if state is WorkerState.GONE:
-            del self._members[worker_id]
-        elif state is WorkerState.DRAINING:
-            self._members[worker_id] = replace(member, state=state)
-        else:
-            self._members[worker_id] = replace(member, state=state, stage=stage, layers=layers)
+            return self._members.pop(worker_id)
+        self._members[worker_id] = replace(member, state=state)
+        return self._members[worker_id]
 
     def check_invariants(self) -> None:
-        stages = () if self._placement is None else self._placement.stages
         for key, member in self._members.items():
             assert key == member.worker_id
             assert member.state is not WorkerState.GONE, member.story()
@@ -231,9 +276,20 @@ class Fleet:
                 assert member.stage is not None, member.story()
             if member.state in (WorkerState.JOINING, WorkerState.STANDBY):
                 assert member.stage is None, member.story()
-            assert (member.stage is None) == (member.layers is None), member.story()
-            if member.stage is not None:
-                assert stages[member.stage].worker_id == key, member.story()
-                assert stages[member.stage].layers == member.layers, member.story()
-        ready = {one.stage for one in self._members.values() if one.state is WorkerState.READY}
-        assert self.is_ready == (bool(stages) and ready == set(range(len(stages))))
+            assert (member.stage is None) == (member.layers is None) == (member.pipeline_id is None), member.story()
+            if member.pipeline_id is not None and member.stage is not None:
+                stage = self._placed[member.pipeline_id].placement.stages[member.stage]
+                assert (stage.worker_id, stage.layers) == (key, member.layers), member.story()
+        named = [stage.worker_id for placement in self.placements for stage in placement.stages]
+        assert len(named) == len(set(named)), named
+        epochs = [placed.epoch for placed in self._placed.values()]
+        assert len(epochs) == len(set(epochs)), epochs
+        assert max(epochs, default=0) <= self._epoch
+        for pipeline_id, placed in self._placed.items():
+            assert pipeline_id == placed.placement.pipeline_id
+            ready = {
+                one.stage
+                for one in self._members.values()
+                if one.pipeline_id == pipeline_id and one.state is WorkerState.READY
+            }
+            assert self.is_ready(pipeline_id) == (ready == set(range(len(placed.placement.stages))))

@@ -1,6 +1,7 @@
 """What a pipeline allows: slots, KV, context, batch sizes; and whether a request can ever be served within that.
 
-Fixed for the life of a pipeline. It knows nothing of what runs at the moment: that is the scheduler's, which reads it.
+Limits are fixed for the life of a pipeline, its pace follows the state of its devices. It knows nothing of what runs at
+the moment: that is the scheduler's, which reads it.
 """
 
 from __future__ import annotations
@@ -9,19 +10,24 @@ from dataclasses import dataclass
 
 from orchestrator.core.slots import PAGE_TOKENS, round_down_to_page
 from shoal.errors import ConfigError, ContextExceeded, InvalidRequest
+from shoal.types import DeviceMode
 
 # Kept free of decode rows while a prompt waits for its turn. With room for 4 tokens a chunk is always possible: the
 # worst case is 5 tokens left, cut into 3 and 2.
 PREFILL_ROOM_TOKENS = 4
+# Prompt tokens that warm a device about as much as a decode step of a full batch.
+STEP_TOKENS = 8
+# All tenants together: with prompts of the usual length that is some 100 MB of waiting requests.
+MAX_WAITING_TOTAL = 20_000
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
     """What the scheduler may use.
 
-    kv_tokens: for all slots together. max_batch: decode rows of a batch. chunk_tokens: tokens of a batch. burst_steps:
-    decode steps of one grant, the first included. min_rows: batches are not made smaller than this for the sake of
-    having more of them.
+    kv_tokens: for all slots together. max_batch: decode rows of a batch. chunk_tokens: tokens of a batch. max_waiting:
+    requests of one tenant. burst_steps: decode steps of one grant, the first included. min_rows: batches are not made
+    smaller than this for the sake of having more of them. mode: whom the pipeline is for.
     """
 
     num_stages: int
@@ -33,6 +39,7 @@ class SchedulerLimits:
     max_waiting: int = 256
     burst_steps: int = 16
     min_rows: int = 4
+    mode: DeviceMode = DeviceMode.MIXED
 
     def __post_init__(self) -> None:
         checks = (
@@ -74,3 +81,18 @@ class SchedulerLimits:
             f"{advice}, or add devices",
             field="prompt",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What temperature, battery and other load of its devices allow a pipeline now.
+
+    max_batch: decode rows of a batch. steps_per_s: decode steps, or prefill work of their size; 0: any number.
+    """
+
+    max_batch: int
+    steps_per_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        assert self.max_batch >= 1, f"a pace must let something run: {self}"
+        assert self.steps_per_s >= 0, f"steps per second cannot be negative: {self}"

@@ -1,7 +1,7 @@
-"""Decides which worker holds which layers: a pure function from a model's sizes and the devices' profiles.
+"""Decides which worker of a pipeline holds which layers: a pure function from a model's sizes and the devices' profiles.
 
 Declared memory caps a share, declared speed sizes it. Workers keep the order they are given in. It knows neither how a
-shard is loaded nor who is alive: the control task calls it with the members the fleet offers.
+shard is loaded nor who is alive; `grouping` calls it with the workers of one pipeline.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from itertools import accumulate
 from orchestrator.core.slots import PAGE_TOKENS, round_down_to_page, round_up_to_page
 from shoal.errors import ConfigError, PlacementImpossible
 from shoal.memory import need_bytes
-from shoal.types import DeviceProfile, LayerRange, WorkerId
+from shoal.types import DeviceMode, DeviceProfile, LayerRange, PipelineId, WorkerId
 
 # A pipeline that cannot hold even one conversation of this length is of no use.
 MIN_CONTEXT_TOKENS = 512
+FIRST_PIPELINE = PipelineId("p1")
 MIB = 2**20
 
 
@@ -74,12 +75,21 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One pipeline. kv_tokens: for all slots together; context_tokens: the most a sequence may have."""
+    """One pipeline. kv_tokens: for all slots together; context_tokens: the most a sequence may have.
+
+    mode: what its devices are for, together.
+    """
 
     stages: tuple[Stage, ...]
     kv_tokens: int
     context_tokens: int
     slots: int
+    pipeline_id: PipelineId = FIRST_PIPELINE
+    mode: DeviceMode = DeviceMode.MIXED
+
+    @property
+    def worker_ids(self) -> tuple[WorkerId, ...]:
+        return tuple(stage.worker_id for stage in self.stages)
 
 
 # A cut is (index of the worker, start, stop) in a plan.

@@ -1,122 +1,83 @@
 """Decides what every forward pass computes: which sequences run, in which batches, how long a burst may be.
 
-First come, first served; chunked prefill inside a token budget; as many batches in flight as keep all stages busy.
-Pure: it knows no model, transport, text or clock. The engine submits sequences, asks for batches until there is none,
-and commits what the last stage sampled.
+Composes who gets a slot and whose prompt is next (`admission`) with who decodes next and how much may go along (`decoding`)
+into batches, and follows what becomes of them. Pure: it knows no model, transport, text or clock. The engine submits
+sequences, asks for batches until there is none, and commits what the last stage sampled.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import heapq
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from itertools import chain, islice
 
-from orchestrator.core.limits import PREFILL_ROOM_TOKENS, SchedulerLimits
-from orchestrator.core.sequence import Sequence, SequenceState
-from orchestrator.core.slots import SlotPool
-from shoal.errors import Overloaded
-from shoal.types import FinishReason, NumericClass, SequenceId, SlotId
+from orchestrator.core.admission import Admission
+from orchestrator.core.batch import (
+    INDIVISIBLE_TOKENS,
+    Batch,
+    BatchRow,
+    Emitted,
+    EndedSequence,
+    InFlight,
+    SampledId,
+    chunk_size,
+)
+from orchestrator.core.decoding import Decoding, Moment
+from orchestrator.core.forecast import Forecast
+from orchestrator.core.limits import Pace, SchedulerLimits
+from orchestrator.core.qos import outranks
+from orchestrator.core.sequence import RunId, Sequence, SequenceState
+from orchestrator.core.step_time import Prediction, StepTimes, StepTiming
+from orchestrator.core.tenants import TenantLedger
+from shoal.errors import ContextExceeded
+from shoal.types import DeviceMode, FinishReason, NumericClass, QosClass, SequenceId
 
 # With more streams than this, bursts are short: who comes new waits for their end, and they gain less. They still spare each
 # micro-batch the way through the orchestrator, which is a bubble where stages are about equally fast.
 FEW_SEQUENCES = 2
-MANY_BURST_STEPS = 4
-# Attention takes query rows in blocks; measured sizes (32 at head size 16, 128 at 64) are multiples of this.
-ATTENTION_BLOCK = 16
-DEFAULT_RETRY_AFTER_S = 1.0
-MIN_RETRY_AFTER_S = 0.1
-MAX_RETRY_AFTER_S = 30.0
-# Weight of the newest gap in the running mean of the time between two ends.
-END_GAP_WEIGHT = 0.2
-
-
-@dataclass(frozen=True, slots=True)
-class BatchRow:
-    """num_tokens tokens of a sequence, the first of them at `position`.
-
-    is_sampled: a token is drawn after the last. is_start: the first row of this sequence; stages take the slot for it.
-    """
-
-    sequence_id: SequenceId
-    slot: SlotId
-    position: int
-    num_tokens: int
-    token_ids: tuple[int, ...]
-    is_sampled: bool
-    is_start: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The rows of one forward pass: decode rows first (num_decode_rows of them), then prefill chunks.
-
-    burst_steps: decode steps that the last stage may go on with after this one. is_solo: one row, computed alone.
-    """
-
-    step: int
-    rows: tuple[BatchRow, ...]
-    burst_steps: int
-    is_solo: bool
-    num_decode_rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class SampledId:
-    sequence_id: SequenceId
-    token_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class Emitted:
-    """The answer token number `index` (from 0) of a sequence; finish: why it was the last one."""
-
-    sequence_id: SequenceId
-    index: int
-    token_id: int
-    finish: FinishReason | None
-
-
-@dataclass(frozen=True, slots=True)
-class EndedSequence:
-    sequence_id: SequenceId
-    slot: SlotId
+SHORT_BURST_STEPS = 4
+# Longer bursts are limited by time: a prompt that must not stall their rows has to wait for their end.
+MAX_BURST_S = 0.15
+# On a pipeline for class LATENCY, prompt tokens of other classes in a batch.
+BORROWED_CHUNK_TOKENS = 16
+# No more requests than this are offered to other pipelines at once.
+MAX_OVERDUE = 16
 
 
 class Scheduler:
     """Waiting and running sequences, and the batches in flight.
 
+    A sequence whose slot is taken waits again. In its next run the prompt and then each known answer token are computed
+    anew, one at a time as they were drawn, so that the answer goes on as if nothing had happened.
+
     Invariants:
     - a sequence waits, or runs and holds a slot with room for num_tokens_max;
-    - a decoding sequence is either ready or in exactly one batch in flight; its row is sampled;
-    - a prefilling sequence is in `_prefilling` exactly while a part of its prompt is not dispatched;
+    - a decoding sequence is ready, parked until its next token is due, or in exactly one batch in flight, sampled there;
     - at most num_stages batches with decode rows are in flight, and num_stages + 1 overall.
     """
 
-    def __init__(self, limits: SchedulerLimits) -> None:
+    def __init__(self, limits: SchedulerLimits, ledger: TenantLedger | None = None) -> None:
         self.limits = limits
-        self._slots = SlotPool(limits.num_slots, limits.kv_tokens)
+        self.num_replay_mismatches = 0
+        self._times = StepTimes(limits.num_stages)
+        self._admission = Admission(limits, TenantLedger() if ledger is None else ledger)
+        self._decoding = Decoding(limits, self._times)
+        self._forecast = Forecast(self._times, self._admission, self._decoding)
         self._sequences: dict[SequenceId, Sequence] = {}
-        self._waiting: OrderedDict[SequenceId, Sequence] = OrderedDict()
-        self._prefilling: OrderedDict[SequenceId, Sequence] = OrderedDict()
-        # Decoding sequences that no batch carries -> when they became so, as a rising number: longest waiting first.
-        self._ready = {numeric: OrderedDict[SequenceId, int]() for numeric in NumericClass}
-        self._num_readied = 0
-        self._num_decoding = dict.fromkeys(NumericClass, 0)
-        self._in_flight: dict[int, Batch] = {}
-        self._num_decode_batches = 0
+        # In order of admission.
+        self._runs: dict[RunId, Sequence] = {}
+        self._num_runs = 0
+        self._in_flight = InFlight(limits, self._times)
         self._next_step = 1
         self._ended: list[EndedSequence] = []
-        self._last_end_at: float | None = None
-        self._end_gap_s = DEFAULT_RETRY_AFTER_S
+        self._deadlines: list[tuple[float, SequenceId]] = []
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._admission.queue)
 
     @property
     def num_running(self) -> int:
-        return len(self._sequences) - len(self._waiting)
+        return len(self._runs)
 
     @property
     def num_in_flight(self) -> int:
@@ -124,72 +85,145 @@ class Scheduler:
 
     @property
     def used_slots(self) -> int:
-        return self._slots.used_slots
+        return self._admission.slots.used_slots
 
     @property
     def used_kv_tokens(self) -> int:
-        return self._slots.used_tokens
+        return self._admission.slots.used_tokens
 
     @property
     def has_work(self) -> bool:
         return bool(self._sequences or self._in_flight)
 
+    @property
+    def pace(self) -> Pace:
+        return self._decoding.pace
+
+    def has_class(self, qos: QosClass) -> bool:
+        """Whether a sequence of this class waits or runs."""
+        return self._admission.num_running(qos) + self._admission.queue.num_of(qos) > 0
+
     def get(self, sequence_id: SequenceId) -> Sequence | None:
         """Find a sequence that waits or runs."""
         return self._sequences.get(sequence_id)
 
-    def submit(self, sequence: Sequence, now: float) -> None:
-        """Queue a new sequence and lower its max_tokens to what the context leaves.
+    def sequence_of(self, run_id: RunId) -> Sequence | None:
+        """Find whose run this is; None once it is over."""
+        return self._runs.get(run_id)
 
-        Raises InvalidRequest, ContextExceeded (waiting would not help) or Overloaded (later it may); the servicer tells
-        the client.
+    def submit(self, sequence: Sequence, now: float) -> None:
+        """Queue a sequence, new or with a part of its answer, and lower its max_tokens to what the context leaves.
+
+        Raises InvalidRequest, ContextExceeded (waiting would not help), Overloaded or DeadlineUnmeetable (later it may); the
+        servicer tells the client. Who had a slot before is not refused for lack of room or time.
         """
         assert sequence.sequence_id not in self._sequences, f"submitted twice: {sequence.story()}"
-        self.limits.check_request(len(sequence.prompt_token_ids), sequence.max_tokens)
-        if self.num_waiting >= self.limits.max_waiting:
-            raise Overloaded(
-                f"{self.num_waiting} requests wait already, the most allowed; try again later",
-                retry_after_s=self._retry_after_s(now),
+        num_prompt = len(sequence.prompt_token_ids)
+        self.limits.check_request(num_prompt, sequence.max_tokens)
+        max_tokens = min(sequence.max_tokens, self.limits.sequence_tokens - num_prompt)
+        if max_tokens <= len(sequence.output_token_ids):
+            raise ContextExceeded(
+                f"a pipeline with room for {self.limits.sequence_tokens} tokens of a sequence cannot go on with one of "
+                f"{num_prompt + len(sequence.output_token_ids)}"
             )
-        sequence.max_tokens = min(sequence.max_tokens, self.limits.sequence_tokens - len(sequence.prompt_token_ids))
+        if not sequence.has_started:
+            self._admission.check_bounds(sequence.tenant, now)
+            self._forecast.check_deadline(sequence, max_tokens, self._moment(now))
+        sequence.max_tokens = max_tokens
         self._sequences[sequence.sequence_id] = sequence
-        self._waiting[sequence.sequence_id] = sequence
+        self._admission.enter(sequence, now)
+        sequence.note(now, "queued")
+        if sequence.deadline_at is not None:
+            heapq.heappush(self._deadlines, (sequence.deadline_at, sequence.sequence_id))
+
+    def withdraw(self, sequence_id: SequenceId, now: float) -> Sequence | None:
+        """Take out a sequence that waits, to submit it elsewhere; None if it does not wait here."""
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None or sequence.state is not SequenceState.WAITING:
+            return None
+        del self._sequences[sequence_id]
+        self._admission.withdraw(sequence)
+        sequence.queue_s += now - sequence.queued_at
+        return sequence
+
+    def take_all(self, now: float) -> list[Sequence]:
+        """Give up everything because the pipeline is lost: the running in order of admission, then the waiting.
+
+        All of them wait then, with what they have of their answers, and can be submitted elsewhere. Nobody is to be told.
+        """
+        running = list(self._runs.values())
+        for sequence in running:
+            self._stop_run(sequence)
+            sequence.stop_run(now)
+            self._admission.leave(sequence)
+            del self._sequences[sequence.sequence_id]
+        waiting = list(self._admission.queue)
+        for sequence in waiting:
+            self.withdraw(sequence.sequence_id, now)
+        self._in_flight.clear()
+        self._ended.clear()
+        return running + waiting
+
+    def overdue(self, now: float, timeout_s: float) -> list[Sequence]:
+        """Those who wait here for timeout_s or longer and never had a slot, the first MAX_OVERDUE by rank."""
+        return self._admission.queue.queued_before(now - timeout_s, MAX_OVERDUE)
+
+    def expire(self, now: float) -> list[Sequence]:
+        """End those whose deadline has passed, and return them: their clients are to be told."""
+        expired = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            sequence = self._sequences.get(heapq.heappop(self._deadlines)[1])
+            if sequence is not None:
+                expired.append(sequence)
+                self._end(sequence, None, now)
+        return expired
+
+    def observe(self, timing: StepTiming) -> None:
+        """Learn how long steps take."""
+        self._times.observe(timing.stage_s, timing.num_tokens, timing.is_solo)
+
+    def set_pace(self, pace: Pace, now: float) -> None:
+        """Spare the devices from the next batch on, or no longer."""
+        self._decoding.pace = pace
 
     def schedule(self, now: float) -> Batch | None:
-        """Make the next batch, if a credit is free and there is work for it."""
-        if len(self._in_flight) > self.limits.num_stages:
+        """Make the next batch, if a credit is free and there is work for it that may be done now.
+
+        It may take slots from running sequences for it: their runs are in take_ended() before the batch may be sent.
+        """
+        if not self._in_flight.has_credit or now < self._in_flight.next_at(self.pace):
             return None
-        decoding = self._take_ready()
+        moment = self._moment(now)
+        decoding = self._decoding.take(moment) if self._in_flight.has_decode_credit else []
         is_solo = bool(decoding) and decoding[0].numeric is NumericClass.SOLO
         burst_steps = self._burst_steps(decoding)
-        rows = [_decode_row(sequence) for sequence in decoding]
-        if not is_solo:
-            rows += self._take_chunks(self.limits.chunk_tokens - len(rows), now)
-        if not rows:
+        chunks = [] if is_solo else self._take_chunks(len(decoding), moment)
+        # Without those whose slot was taken for a chunk.
+        rows = [_decode_row(sequence) for sequence in decoding if sequence.state is SequenceState.DECODE]
+        if not rows and not chunks:
             return None
-        batch = Batch(self._next_step, tuple(rows), burst_steps, is_solo, len(decoding))
+        batch = Batch(self._next_step, (*rows, *chunks), burst_steps, is_solo, len(rows))
         self._next_step += 1
-        self._in_flight[batch.step] = batch
-        self._num_decode_batches += bool(decoding)
+        self._in_flight.add(batch, now)
         return batch
 
     def commit(self, step: int, tokens: Seq[SampledId], burst_left: int, now: float) -> list[Emitted]:
         """Take the tokens sampled by a step of a batch; burst_left == 0 ends the batch and frees its credit.
 
-        Every sampled row of a living sequence must have a token in each step. Unknown steps and the tokens of ended
-        sequences are ignored: both may still be under way after an abort.
+        Every sampled row of a living run must have a token in each step. Unknown steps and the tokens of runs that are over
+        are ignored: both may still be under way after an abort or a preemption.
         """
         batch = self._in_flight.get(step)
         if batch is None:
             return []
-        sampled = {row.sequence_id for row in batch.rows if row.is_sampled}
+        sampled = {row.run_id for row in batch.rows if row.is_sampled}
         emitted = []
         for token in tokens:
-            sequence = self._sequences.get(token.sequence_id)
-            if sequence is not None and token.sequence_id in sampled:
-                emitted.append(self._accept(sequence, token.token_id, now))
+            sequence = self._runs.get(token.run_id)
+            if sequence is not None and token.run_id in sampled:
+                emitted += self._accept(sequence, token.token_id, now)
         if burst_left == 0:
-            self._close(batch)
+            self._close(batch, now)
         return emitted
 
     def abort(self, sequence_id: SequenceId, reason: FinishReason | None, now: float) -> bool:
@@ -201,9 +235,10 @@ class Scheduler:
         return True
 
     def take_ended(self) -> list[EndedSequence]:
-        """Sequences that stages know of and that ended since the last call.
+        """Runs that stages know of and that ended since the last call.
 
-        The caller sends Cancel for them before any later batch: their slots may be in it already, for others.
+        The caller sends Cancel for them before any later batch, that of a schedule() which took their slots included: the
+        slots may be in it already, for others.
         """
         ended, self._ended = self._ended, []
         return ended
@@ -213,178 +248,197 @@ class Scheduler:
         batch = self._in_flight.get(step)
         if batch is None:
             return []
-        failed = [row.sequence_id for row in batch.rows if self.abort(row.sequence_id, None, now)]
-        self._close(batch)
-        return failed
+        failed = [self._runs[row.run_id] for row in batch.rows if row.run_id in self._runs]
+        for sequence in failed:
+            self._end(sequence, None, now)
+        self._close(batch, now)
+        return [sequence.sequence_id for sequence in failed]
 
-    def release_all(self) -> list[SequenceId]:
-        """End everything, the waiting too, and forget what is in flight: the pipeline is lost, nobody is to be told."""
-        lost = list(self._sequences)
-        for sequence in list(self._sequences.values()):
-            self._remove(sequence, None)
-        self._in_flight.clear()
-        self._num_decode_batches = 0
-        self._ended.clear()
-        return lost
+    def wake_at(self, now: float) -> float | None:
+        """When schedule() or expire() may have something to do though nothing else happens until then; None: never."""
+        while self._deadlines and self._deadlines[0][1] not in self._sequences:
+            heapq.heappop(self._deadlines)
+        later = [self._decoding.wake_at(now)]
+        if self._sequences:
+            later.append(self._in_flight.next_at(self.pace))
+        if self._is_reserved():
+            later += [rank for rank, _ in self._admission.prompts_in_turn()]
+        deadlines = [at for at, _ in self._deadlines[:1]]
+        return min([*deadlines, *(at for at in later if at is not None and at > now)], default=None)
 
-    def _retry_after_s(self, now: float) -> float:
-        """A place in the queue is expected when the next sequence ends."""
-        since_end = 0.0 if self._last_end_at is None else now - self._last_end_at
-        return min(max(self._end_gap_s - since_end, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
+    def predict(self, num_prompt: int, qos: QosClass, now: float) -> Prediction:
+        """Say what a request that comes now may expect, as far as step times are known."""
+        return self._forecast.predict(num_prompt, qos, self._moment(now))
 
-    def _take_ready(self) -> list[Sequence]:
-        """Pick the decoding sequences of the next batch: those waiting longest, or a SOLO one alone."""
-        if self._num_decode_batches >= self.limits.num_stages:
-            return []
-        solo, shared = self._ready[NumericClass.SOLO], self._ready[NumericClass.SHARED]
-        if solo and (not shared or _first(solo) < _first(shared)):
-            return [self._sequences[solo.popitem(last=False)[0]]]
-        num_rows = min(len(shared), self._max_decode_rows())
-        return [self._sequences[shared.popitem(last=False)[0]] for _ in range(num_rows)]
-
-    def _max_decode_rows(self) -> int:
-        """An even share for as many batches as there are stages, but none below min_rows."""
-        limits = self.limits
-        share = -(-self._num_decoding[NumericClass.SHARED] // limits.num_stages)
-        has_prefill = bool(self._prefilling or self._waiting)
-        budget = limits.chunk_tokens - (PREFILL_ROOM_TOKENS if has_prefill else 0)
-        return min(limits.max_batch, max(limits.min_rows, share), budget)
+    def _moment(self, now: float) -> Moment:
+        shared = self._in_flight.shared()
+        return Moment(
+            now=now,
+            busy_s=self._in_flight.busy_s(),
+            has_prompts=self._admission.num_prompt_left > 0 or self.num_waiting > 0,
+            has_latency=self._admission.num_running(QosClass.LATENCY) > 0,
+            has_chunk_in_flight=self._in_flight.has_chunk,
+            rows_in_flight=tuple(batch.num_decode_rows for batch in shared),
+            num_soon_back=sum(batch.burst_steps == 0 for batch in shared),
+        )
 
     def _burst_steps(self, decoding: Seq[Sequence]) -> int:
         """Further steps to grant: none while anything else wants its turn at step boundaries."""
-        num_prefill = self.num_running - sum(self._num_decoding.values())
-        if not decoding or self._waiting or num_prefill:
+        has_prefill = self.num_running > self._decoding.num_decoding
+        if not decoding or self.num_waiting or has_prefill or not self._decoding.can_burst:
             return 0
-        most = self.limits.burst_steps if self.num_running <= FEW_SEQUENCES else MANY_BURST_STEPS
+        most = SHORT_BURST_STEPS
+        if self.num_running <= FEW_SEQUENCES:
+            most = self.limits.burst_steps
+            if self._times.is_known:
+                most = min(most, max(int(MAX_BURST_S / self._times.latency_s(len(decoding))), SHORT_BURST_STEPS))
         return min(most, self.limits.burst_steps, *(sequence.num_output_left for sequence in decoding)) - 1
 
-    def _take_chunks(self, room: int, now: float) -> list[BatchRow]:
-        """Fill `room` tokens with prefill chunks in order of arrival; admits the waiting as their turn comes."""
+    def _take_chunks(self, num_rows: int, moment: Moment) -> list[BatchRow]:
+        """Fill the room beside decode rows with prefill chunks; admits the waiting as their turn comes."""
         rows: list[BatchRow] = []
-        # No more than `room` of them can have a token here, so the queue's length does not matter.
-        for sequence in list(islice(chain(self._prefilling.values(), self._waiting.values()), room)):
-            num_tokens = chunk_size(sequence.num_prompt_left, room)
-            if num_tokens == 0 or not self._admit(sequence, now):
-                break
-            rows.append(self._take_chunk(sequence, num_tokens))
+        room = self._decoding.prompt_room(num_rows, moment)
+        while room > 0 and (found := self._next_chunk(room, not rows, moment)) is not None:
+            sequence, num_tokens = found
+            rows.append(self._take_chunk(sequence, num_tokens, moment.now))
             room -= num_tokens
+            if sequence.num_prompt_left:
+                break
         return rows
 
-    def _admit(self, sequence: Sequence, now: float) -> bool:
-        """Give a waiting sequence its slot; True if it has one. The first in the queue waits, and all behind it."""
-        if sequence.slot is None:
-            sequence.slot = self._slots.acquire(sequence.sequence_id, sequence.num_tokens_max)
-            if sequence.slot is None:
+    def _next_chunk(self, room: int, is_first: bool, moment: Moment) -> tuple[Sequence, int] | None:
+        """Find whose prompt is next and how much of it. Who finds no slot keeps its turn, and all lower ones wait."""
+        blocked: Sequence | None = None
+        for rank, sequence in self._admission.prompts_in_turn():
+            is_borrower = self._is_reserved() and sequence.qos is not QosClass.LATENCY
+            if is_borrower and moment.has_latency and rank > moment.now:
+                continue
+            num_left = sequence.num_prompt_left
+            num_tokens = chunk_size(num_left, min(room, BORROWED_CHUNK_TOKENS) if is_borrower else room)
+            if num_tokens == 0 and is_first and num_left <= INDIVISIBLE_TOKENS:
+                # Or the prompt would never end where there is room for two tokens at a time.
+                num_tokens = num_left
+            if num_tokens == 0:
+                return None
+            if sequence.slot is not None or self._admit(sequence, blocked, moment.now):
+                return sequence, num_tokens
+            blocked = sequence if blocked is None else blocked
+        return None
+
+    def _is_reserved(self) -> bool:
+        return self.limits.mode is DeviceMode.LATENCY
+
+    def _admit(self, sequence: Sequence, blocked: Sequence | None, now: float) -> bool:
+        """Give a waiting sequence a slot, that of somebody of a lower class if need be; False if there is none for it.
+
+        blocked: who was before it and found no room. Only by a higher class may they be overtaken, and only while there is
+        somebody whose slot it could take: such runs come to an end, so the wait does too.
+        """
+        if blocked is not None:
+            may_overtake = outranks(sequence.qos, blocked.qos) and self._admission.victims(sequence, now)
+            if not may_overtake:
                 return False
-            sequence.move_to(SequenceState.PREFILL)
-            sequence.admitted_at = now
-            self._prefilling[sequence.sequence_id] = self._waiting.pop(sequence.sequence_id)
+        if self._start_run(sequence, now):
+            return True
+        victims = self._admission.victims(sequence, now)
+        for victim in victims:
+            self._preempt(victim, sequence, now)
+        return bool(victims) and self._start_run(sequence, now)
+
+    def _start_run(self, sequence: Sequence, now: float) -> bool:
+        run_id = RunId(self._num_runs + 1)
+        if not self._admission.admit(sequence, run_id, now):
+            return False
+        self._num_runs += 1
+        self._runs[run_id] = sequence
         return True
 
-    def _take_chunk(self, sequence: Sequence, num_tokens: int) -> BatchRow:
-        assert sequence.slot is not None, sequence.story()
-        start, stop = sequence.num_dispatched, sequence.num_dispatched + num_tokens
-        sequence.num_dispatched = stop
-        is_last = sequence.num_prompt_left == 0
-        if is_last:
-            del self._prefilling[sequence.sequence_id]
-        token_ids = sequence.prompt_token_ids[start:stop]
-        return BatchRow(sequence.sequence_id, sequence.slot, start, num_tokens, token_ids, is_last, start == 0)
+    def _preempt(self, victim: Sequence, winner: Sequence, now: float) -> None:
+        """Take the slot of a running sequence, which waits again; what is in flight of its run is worth nothing."""
+        self._stop_run(victim)
+        victim.num_preemptions += 1
+        victim.stop_run(now)
+        victim.note(now, "preempted", f"by a request of class {winner.qos.value}")
+        self._admission.wait_again(victim)
 
-    def _accept(self, sequence: Sequence, token_id: int, now: float) -> Emitted:
+    def _stop_run(self, sequence: Sequence) -> None:
+        """Take a running sequence out of everything that its run is in."""
+        assert sequence.run_id is not None, sequence.story()
+        assert sequence.slot is not None, sequence.story()
+        if sequence.state is SequenceState.DECODE:
+            self._decoding.remove(sequence)
+        self._admission.release(sequence)
+        self._ended.append(EndedSequence(sequence.run_id, sequence.slot))
+        del self._runs[sequence.run_id]
+
+    def _take_chunk(self, sequence: Sequence, num_tokens: int, now: float) -> BatchRow:
+        assert sequence.run_id is not None, sequence.story()
+        assert sequence.slot is not None, sequence.story()
+        start = sequence.num_dispatched
+        self._admission.dispatch(sequence, num_tokens, now)
+        token_ids = sequence.prompt_token_ids[start : start + num_tokens]
+        is_last = sequence.num_prompt_left == 0
+        return BatchRow(sequence.run_id, sequence.slot, start, num_tokens, token_ids, is_last, start == 0)
+
+    def _accept(self, sequence: Sequence, token_id: int, now: float) -> list[Emitted]:
+        """Take a token of a run; nothing is emitted while it computes again what is known."""
         if sequence.state is SequenceState.PREFILL:
             sequence.move_to(SequenceState.DECODE)
-            sequence.first_token_at = now
-            self._num_decoding[sequence.numeric] += 1
+            self._decoding.add(sequence)
+        if sequence.num_to_replay:
+            self.num_replay_mismatches += not sequence.replay(token_id)
+            if sequence.num_to_replay == 0:
+                self._decoding.caught_up(sequence)
+            return []
         index = len(sequence.output_token_ids)
-        finish = sequence.append(token_id)
+        finish = sequence.append(token_id, now)
         if finish is not None:
             self._end(sequence, finish, now)
-        return Emitted(sequence.sequence_id, index, token_id, finish)
+        return [Emitted(sequence.sequence_id, index, token_id, finish)]
 
-    def _close(self, batch: Batch) -> None:
+    def _close(self, batch: Batch, now: float) -> None:
         """Free the credit of a batch; what still decodes in it is ready again."""
-        del self._in_flight[batch.step]
-        self._num_decode_batches -= batch.num_decode_rows > 0
+        self._in_flight.close(batch)
         for row in batch.rows:
-            sequence = self._sequences.get(row.sequence_id)
+            sequence = self._runs.get(row.run_id)
             if row.is_sampled and sequence is not None and sequence.state is SequenceState.DECODE:
-                self._num_readied += 1
-                self._ready[sequence.numeric][row.sequence_id] = self._num_readied
+                self._decoding.put_back(sequence, now)
 
     def _end(self, sequence: Sequence, reason: FinishReason | None, now: float) -> None:
-        if self._last_end_at is not None:
-            gap_s = min(now - self._last_end_at, MAX_RETRY_AFTER_S)
-            self._end_gap_s += END_GAP_WEIGHT * (gap_s - self._end_gap_s)
-        self._last_end_at = now
-        self._remove(sequence, reason)
+        self._admission.on_end(now)
+        self._remove(sequence, reason, now)
 
-    def _remove(self, sequence: Sequence, reason: FinishReason | None) -> None:
+    def _remove(self, sequence: Sequence, reason: FinishReason | None, now: float) -> None:
         """Forget a sequence wherever it is, and free what it holds."""
-        self._num_decoding[sequence.numeric] -= sequence.state is SequenceState.DECODE
-        sequence.move_to(SequenceState.FINISHED)
-        sequence.finish_reason = reason
-        self._waiting.pop(sequence.sequence_id, None)
-        self._prefilling.pop(sequence.sequence_id, None)
-        self._ready[sequence.numeric].pop(sequence.sequence_id, None)
         del self._sequences[sequence.sequence_id]
-        if sequence.slot is not None:
-            self._slots.release(sequence.sequence_id)
-            self._ended.append(EndedSequence(sequence.sequence_id, sequence.slot))
-            sequence.slot = None
+        if sequence.state is SequenceState.WAITING:
+            self._admission.withdraw(sequence)
+            sequence.queue_s += now - sequence.queued_at
+        else:
+            self._stop_run(sequence)
+            self._admission.leave(sequence)
+        sequence.finish(reason, now)
 
     def check_invariants(self) -> None:
         """Assert the invariants of the class; costs time proportional to all sequences."""
-        self._slots.check_invariants()
-        assert len(self._in_flight) <= self.limits.num_stages + 1
-        assert self._num_decode_batches == sum(batch.num_decode_rows > 0 for batch in self._in_flight.values())
-        assert self._num_decode_batches <= self.limits.num_stages
-        carried = [row for batch in self._in_flight.values() for row in batch.rows if row.is_sampled]
-        sampled = [row.sequence_id for row in carried if row.sequence_id in self._sequences]
-        assert len(sampled) == len(set(sampled)), "a sequence is sampled by two batches in flight"
+        self._in_flight.check_invariants()
+        running = list(self._runs.values())
+        assert all(run_id == sequence.run_id for run_id, sequence in self._runs.items())
+        self._admission.check_invariants(running)
+        waiting = list(self._admission.queue)
+        assert {one.sequence_id for one in (*running, *waiting)} == set(self._sequences)
+        assert len(running) + len(waiting) == len(self._sequences)
+        assert all(one.state is SequenceState.WAITING for one in waiting)
         for sequence in self._sequences.values():
-            self._check_sequence(sequence, set(sampled))
-        running = [one for one in self._sequences.values() if one.state is not SequenceState.WAITING]
-        assert self._slots.used_slots == len(running)
-        for numeric, count in self._num_decoding.items():
-            decoding = [one for one in running if one.state is SequenceState.DECODE and one.numeric is numeric]
-            assert count == len(decoding)
-
-    def _check_sequence(self, sequence: Sequence, sampled: set[SequenceId]) -> None:
-        sequence.check_invariants()
-        key, story = sequence.sequence_id, sequence.story()
-        is_decoding = sequence.state is SequenceState.DECODE
-        is_ready = key in self._ready[sequence.numeric]
-        assert (key in self._waiting) == (sequence.state is SequenceState.WAITING), story
-        is_dispatching = sequence.state is SequenceState.PREFILL and sequence.num_prompt_left > 0
-        assert (key in self._prefilling) == is_dispatching, story
-        assert (is_ready + (key in sampled) == 1) if is_decoding else not is_ready, story
-        reservation = self._slots.get(key)
-        assert (reservation is None) == (sequence.slot is None), story
-        if reservation is not None:
-            assert reservation.slot == sequence.slot, story
-            assert reservation.num_tokens >= sequence.num_tokens_max, story
-
-
-def chunk_size(num_left: int, room: int) -> int:
-    """How many of num_left prompt tokens go into the next chunk of at most `room`; 0 if it has to wait for more room.
-
-    Logits must not depend on how a prompt was cut, and a token that a kernel gets alone is rounded differently. So a prompt
-    of two or more tokens never yields a chunk of one, nor one that is a token longer than a multiple of ATTENTION_BLOCK.
-    """
-    if num_left == 1:
-        return 1 if room >= 1 else 0
-    for size in range(min(num_left, room), 1, -1):
-        if size % ATTENTION_BLOCK != 1 and num_left - size != 1:
-            return size
-    return 0
+            sequence.check_invariants()
+        carried = [run_id for run_id in self._in_flight.sampled() if run_id in self._runs]
+        assert len(carried) == len(set(carried)), "a run is sampled by two batches in flight"
+        decoding = [one for one in running if one.state is SequenceState.DECODE]
+        self._decoding.check_invariants(decoding, set(carried))
 
 
 def _decode_row(sequence: Sequence) -> BatchRow:
+    assert sequence.run_id is not None, sequence.story()
     assert sequence.slot is not None, sequence.story()
-    token_ids = (sequence.output_token_ids[-1],)
-    return BatchRow(sequence.sequence_id, sequence.slot, sequence.decode_position, 1, token_ids, True, False)
-
-
-def _first(ready: OrderedDict[SequenceId, int]) -> int:
-    return next(iter(ready.values()))
+    position, token_id = sequence.next_input()
+    return BatchRow(sequence.run_id, sequence.slot, position, 1, (token_id,), True, False)

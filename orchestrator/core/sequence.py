@@ -1,16 +1,24 @@
 """A sequence: what a request became, its tokens, and its state while it is computed.
 
-Owns the state machine of one sequence and the arithmetic of its positions. It does not know of batches, other
-sequences or the clock: the scheduler, its only writer, tells it what happened and when; the engine reads it.
+Owns the state machine of one sequence and the arithmetic of its positions, also when it is computed again after its slot
+was taken. It does not know of batches, other sequences or the clock: the scheduler, its only writer (the engine adds
+events), tells it what happened and when.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NewType
 
 from shoal.errors import InternalError
 from shoal.types import FinishReason, NumericClass, QosClass, SamplingParams, SequenceId, SlotId
+
+# One stay of a sequence in a slot. Stages and results name runs, so that those of an earlier run cannot be taken for it.
+RunId = NewType("RunId", int)
+
+# Enough for the story of an answer that is moved and preempted as often as is allowed.
+MAX_EVENTS = 64
 
 
 class SequenceState(Enum):
@@ -22,21 +30,42 @@ class SequenceState(Enum):
 
 TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
     SequenceState.WAITING: frozenset({SequenceState.PREFILL, SequenceState.FINISHED}),
-    SequenceState.PREFILL: frozenset({SequenceState.DECODE, SequenceState.FINISHED}),
-    SequenceState.DECODE: frozenset({SequenceState.FINISHED}),
+    SequenceState.PREFILL: frozenset({SequenceState.DECODE, SequenceState.WAITING, SequenceState.FINISHED}),
+    SequenceState.DECODE: frozenset({SequenceState.WAITING, SequenceState.FINISHED}),
     SequenceState.FINISHED: frozenset(),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class QosTargets:
+    """What a sequence is to get: time to the first token, and the most time between two; None: no promise."""
+
+    ttft_s: float | None = None
+    inter_token_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceEvent:
+    """What happened to a sequence, for whoever asks why it took so long."""
+
+    at: float
+    what: str
+    detail: str
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One answer in the making.
 
-    max_tokens: the most answer tokens; the scheduler lowers it to what the context leaves. num_dispatched: prompt
-    tokens that batches already carry or have carried. finish_reason: None while it runs, and if an error ended it.
+    max_tokens: the most answer tokens; the scheduler lowers it to what the context leaves. deadline_at: the whole answer is
+    of no use after it. max_tokens_per_s: 0 as fast as possible. num_dispatched: prompt tokens that batches of this run
+    carry or have carried. num_to_replay: answer tokens that are known from an earlier run and that this one has yet to
+    compute again. queued_at: when it last began to wait; queue_s: time without a slot before that. admitted_at: start of its
+    latest run. next_token_at: with max_tokens_per_s, when the next token may be computed. finish_reason: None while it runs,
+    and if an error ended it.
 
-    Invariants: a slot is held exactly in PREFILL and DECODE; answer tokens exist only once the whole prompt is
-    dispatched; never more than max_tokens of them.
+    Invariants: slot and run are held exactly in PREFILL and DECODE; in DECODE the whole prompt is dispatched; what a run
+    has to compute again are the last of the answer tokens, all of them in PREFILL; never more than max_tokens of them.
     """
 
     sequence_id: SequenceId
@@ -47,13 +76,33 @@ class Sequence:
     numeric: NumericClass
     qos: QosClass
     arrived_at: float
+    tenant: str = "default"
+    targets: QosTargets = QosTargets()
+    deadline_at: float | None = None
+    max_tokens_per_s: float = 0.0
     state: SequenceState = SequenceState.WAITING
+    run_id: RunId | None = None
     slot: SlotId | None = None
     num_dispatched: int = 0
+    num_to_replay: int = 0
+    num_preemptions: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    queued_at: float = 0.0
+    queue_s: float = 0.0
     admitted_at: float | None = None
     first_token_at: float | None = None
+    next_token_at: float = 0.0
+    events: list[SequenceEvent] = field(default_factory=list)
+
+    @property
+    def has_started(self) -> bool:
+        """Whether it had a slot at least once."""
+        return self.admitted_at is not None
+
+    @property
+    def is_paced(self) -> bool:
+        return self.max_tokens_per_s > 0
 
     @property
     def num_tokens_max(self) -> int:
@@ -69,9 +118,14 @@ class Sequence:
         return self.max_tokens - len(self.output_token_ids)
 
     @property
-    def decode_position(self) -> int:
-        """Tokens in the slot before the newest answer token is fed."""
-        return len(self.prompt_token_ids) + len(self.output_token_ids) - 1
+    def num_computed(self) -> int:
+        """Tokens of prompt and answer that would have to be computed again if the slot were lost now."""
+        return self.num_dispatched + len(self.output_token_ids) - self.num_to_replay
+
+    def next_input(self) -> tuple[int, int]:
+        """Position and id of the answer token to be fed next: the newest, or while replaying the last computed again."""
+        num_known = len(self.output_token_ids) - self.num_to_replay
+        return len(self.prompt_token_ids) + num_known - 1, self.output_token_ids[num_known - 1]
 
     def move_to(self, state: SequenceState) -> None:
         """Change state; raises InternalError with the sequence's story if the table does not allow it."""
@@ -79,24 +133,70 @@ class Sequence:
             raise InternalError(f"{self.story()}: cannot become {state.value}")
         self.state = state
 
-    def append(self, token_id: int) -> FinishReason | None:
+    def begin_run(self, run_id: RunId, slot: SlotId, now: float) -> None:
+        """Take a slot: the prompt, and what is known of the answer, have to be computed (again)."""
+        self.move_to(SequenceState.PREFILL)
+        self.note(now, "resumed" if self.has_started else "admitted", f"run {run_id} in slot {slot}")
+        self.run_id, self.slot = run_id, slot
+        self.num_dispatched, self.num_to_replay = 0, len(self.output_token_ids)
+        self.queue_s += now - self.queued_at
+        self.admitted_at = now
+
+    def stop_run(self, now: float) -> None:
+        """Lose the slot and wait again, with the answer tokens so far."""
+        self.move_to(SequenceState.WAITING)
+        self.run_id = self.slot = None
+        self.num_dispatched = self.num_to_replay = 0
+        self.queued_at = now
+
+    def append(self, token_id: int, now: float) -> FinishReason | None:
         """Take an answer token; says why the sequence is at its end with it, or None."""
+        if self.first_token_at is None:
+            self.first_token_at = self.next_token_at = now
+            self.note(now, "first_token")
+        if self.is_paced:
+            # A token that is late may be followed by the next at once, but what was missed before that is not made up for.
+            self.next_token_at = max(self.next_token_at + 1 / self.max_tokens_per_s, now)
         self.output_token_ids.append(token_id)
         if token_id in self.stop_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.num_output_left == 0 else None
 
+    def finish(self, reason: FinishReason | None, now: float) -> None:
+        """End; reason None: by an error."""
+        self.move_to(SequenceState.FINISHED)
+        self.run_id = self.slot = None
+        self.finish_reason = reason
+        self.note(now, "ended", "error" if reason is None else reason.value)
+
+    def replay(self, token_id: int) -> bool:
+        """Count an answer token computed again; False if another one was drawn than before, which is not used."""
+        known = self.output_token_ids[-self.num_to_replay]
+        self.num_to_replay -= 1
+        return token_id == known
+
+    def note(self, at: float, what: str, detail: str = "") -> None:
+        """Add an event to the story that users are told; beyond MAX_EVENTS none is kept."""
+        if len(self.events) < MAX_EVENTS:
+            self.events.append(SequenceEvent(at, what, detail))
+
     def story(self) -> str:
         return (
-            f"sequence {self.sequence_id} is {self.state.value} in slot {self.slot}: arrived {self.arrived_at}, "
-            f"admitted {self.admitted_at}, first token {self.first_token_at}, "
+            f"sequence {self.sequence_id} is {self.state.value} as run {self.run_id} in slot {self.slot}: "
+            f"arrived {self.arrived_at}, admitted {self.admitted_at}, first token {self.first_token_at}, "
             f"{self.num_dispatched} of {len(self.prompt_token_ids)} prompt tokens dispatched, "
-            f"{len(self.output_token_ids)} of {self.max_tokens} answer tokens"
+            f"{len(self.output_token_ids)} of {self.max_tokens} answer tokens, {self.num_to_replay} of them to be "
+            f"computed again, preempted {self.num_preemptions} times"
         )
 
     def check_invariants(self) -> None:
         is_running = self.state in (SequenceState.PREFILL, SequenceState.DECODE)
         assert (self.slot is not None) == is_running, self.story()
+        assert (self.run_id is not None) == is_running, self.story()
         assert 0 <= self.num_prompt_left <= len(self.prompt_token_ids), self.story()
-        assert not self.output_token_ids or self.num_prompt_left == 0, self.story()
+        if self.state is SequenceState.DECODE:
+            assert self.num_prompt_left == 0, self.story()
+        if self.state is SequenceState.PREFILL:
+            assert self.num_to_replay == len(self.output_token_ids), self.story()
+        assert 0 <= self.num_to_replay <= len(self.output_token_ids), self.story()
         assert self.num_output_left >= 0, self.story()

@@ -50,6 +50,10 @@ class SlotPool:
     def used_slots(self) -> int:
         return len(self._held)
 
+    @property
+    def free_tokens(self) -> int:
+        return self.kv_tokens - self.used_tokens
+
     def acquire(self, sequence_id: SequenceId, num_tokens: int) -> SlotId | None:
         """Reserve the lowest free slot and num_tokens of KV, or nothing (None) if either is short.
 

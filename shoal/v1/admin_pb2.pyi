@@ -13,13 +13,13 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("version", "model", "ready", "waiting_for", "devices", "pipeline", "num_running", "num_waiting", "uptime_s")
+    __slots__ = ("version", "model", "ready", "waiting_for", "devices", "pipelines", "num_running", "num_waiting", "uptime_s")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
-    PIPELINE_FIELD_NUMBER: _ClassVar[int]
+    PIPELINES_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -28,14 +28,14 @@ class GetStatusResponse(_message.Message):
     ready: bool
     waiting_for: str
     devices: _containers.RepeatedCompositeFieldContainer[DeviceStatus]
-    pipeline: PipelineStatus
+    pipelines: _containers.RepeatedCompositeFieldContainer[PipelineStatus]
     num_running: int
     num_waiting: int
     uptime_s: float
-    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., ready: _Optional[bool] = ..., waiting_for: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[DeviceStatus, _Mapping]]] = ..., pipeline: _Optional[_Union[PipelineStatus, _Mapping]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., uptime_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., ready: _Optional[bool] = ..., waiting_for: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[DeviceStatus, _Mapping]]] = ..., pipelines: _Optional[_Iterable[_Union[PipelineStatus, _Mapping]]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., uptime_s: _Optional[float] = ...) -> None: ...
 
 class DeviceStatus(_message.Message):
-    __slots__ = ("worker_id", "profile", "runtime", "state", "layers", "telemetry", "link_to_next", "decode_ms", "execution_provider")
+    __slots__ = ("worker_id", "profile", "runtime", "state", "layers", "telemetry", "link_to_next", "decode_ms", "execution_provider", "pipeline_id", "thermal_state", "thermal_cause", "max_batch", "steps_per_s")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     PROFILE_FIELD_NUMBER: _ClassVar[int]
     RUNTIME_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,11 @@ class DeviceStatus(_message.Message):
     LINK_TO_NEXT_FIELD_NUMBER: _ClassVar[int]
     DECODE_MS_FIELD_NUMBER: _ClassVar[int]
     EXECUTION_PROVIDER_FIELD_NUMBER: _ClassVar[int]
+    PIPELINE_ID_FIELD_NUMBER: _ClassVar[int]
+    THERMAL_STATE_FIELD_NUMBER: _ClassVar[int]
+    THERMAL_CAUSE_FIELD_NUMBER: _ClassVar[int]
+    MAX_BATCH_FIELD_NUMBER: _ClassVar[int]
+    STEPS_PER_S_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     profile: _fleet_pb2.DeviceProfile
     runtime: _fleet_pb2.RuntimeSummary
@@ -54,10 +59,15 @@ class DeviceStatus(_message.Message):
     link_to_next: str
     decode_ms: float
     execution_provider: str
-    def __init__(self, worker_id: _Optional[str] = ..., profile: _Optional[_Union[_fleet_pb2.DeviceProfile, _Mapping]] = ..., runtime: _Optional[_Union[_fleet_pb2.RuntimeSummary, _Mapping]] = ..., state: _Optional[str] = ..., layers: _Optional[_Union[_types_pb2.LayerRange, _Mapping]] = ..., telemetry: _Optional[_Union[_fleet_pb2.Telemetry, _Mapping]] = ..., link_to_next: _Optional[str] = ..., decode_ms: _Optional[float] = ..., execution_provider: _Optional[str] = ...) -> None: ...
+    pipeline_id: str
+    thermal_state: str
+    thermal_cause: str
+    max_batch: int
+    steps_per_s: float
+    def __init__(self, worker_id: _Optional[str] = ..., profile: _Optional[_Union[_fleet_pb2.DeviceProfile, _Mapping]] = ..., runtime: _Optional[_Union[_fleet_pb2.RuntimeSummary, _Mapping]] = ..., state: _Optional[str] = ..., layers: _Optional[_Union[_types_pb2.LayerRange, _Mapping]] = ..., telemetry: _Optional[_Union[_fleet_pb2.Telemetry, _Mapping]] = ..., link_to_next: _Optional[str] = ..., decode_ms: _Optional[float] = ..., execution_provider: _Optional[str] = ..., pipeline_id: _Optional[str] = ..., thermal_state: _Optional[str] = ..., thermal_cause: _Optional[str] = ..., max_batch: _Optional[int] = ..., steps_per_s: _Optional[float] = ...) -> None: ...
 
 class PipelineStatus(_message.Message):
-    __slots__ = ("pipeline_id", "epoch", "num_slots", "used_slots", "kv_tokens", "used_kv_tokens", "context_tokens", "decode_tokens_per_s", "prefill_tokens_per_s", "hop_ms", "completion_tokens_total", "prompt_tokens_total")
+    __slots__ = ("pipeline_id", "epoch", "num_slots", "used_slots", "kv_tokens", "used_kv_tokens", "context_tokens", "decode_tokens_per_s", "prefill_tokens_per_s", "hop_ms", "completion_tokens_total", "prompt_tokens_total", "mode", "num_running", "num_waiting", "max_batch", "steps_per_s", "worker_ids")
     PIPELINE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +80,12 @@ class PipelineStatus(_message.Message):
     HOP_MS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    MAX_BATCH_FIELD_NUMBER: _ClassVar[int]
+    STEPS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    WORKER_IDS_FIELD_NUMBER: _ClassVar[int]
     pipeline_id: str
     epoch: int
     num_slots: int
@@ -82,4 +98,80 @@ class PipelineStatus(_message.Message):
     hop_ms: float
     completion_tokens_total: int
     prompt_tokens_total: int
-    def __init__(self, pipeline_id: _Optional[str] = ..., epoch: _Optional[int] = ..., num_slots: _Optional[int] = ..., used_slots: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., used_kv_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., decode_tokens_per_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., hop_ms: _Optional[float] = ..., completion_tokens_total: _Optional[int] = ..., prompt_tokens_total: _Optional[int] = ...) -> None: ...
+    mode: str
+    num_running: int
+    num_waiting: int
+    max_batch: int
+    steps_per_s: float
+    worker_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, pipeline_id: _Optional[str] = ..., epoch: _Optional[int] = ..., num_slots: _Optional[int] = ..., used_slots: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., used_kv_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., decode_tokens_per_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., hop_ms: _Optional[float] = ..., completion_tokens_total: _Optional[int] = ..., prompt_tokens_total: _Optional[int] = ..., mode: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., max_batch: _Optional[int] = ..., steps_per_s: _Optional[float] = ..., worker_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class RouteCandidate(_message.Message):
+    __slots__ = ("pipeline_id", "ruled_out", "score_ms", "queue_ms", "prefill_ms", "inter_token_ms", "cached_tokens", "num_stages")
+    PIPELINE_ID_FIELD_NUMBER: _ClassVar[int]
+    RULED_OUT_FIELD_NUMBER: _ClassVar[int]
+    SCORE_MS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
+    INTER_TOKEN_MS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_STAGES_FIELD_NUMBER: _ClassVar[int]
+    pipeline_id: str
+    ruled_out: str
+    score_ms: float
+    queue_ms: float
+    prefill_ms: float
+    inter_token_ms: float
+    cached_tokens: int
+    num_stages: int
+    def __init__(self, pipeline_id: _Optional[str] = ..., ruled_out: _Optional[str] = ..., score_ms: _Optional[float] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., inter_token_ms: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., num_stages: _Optional[int] = ...) -> None: ...
+
+class RouteDecision(_message.Message):
+    __slots__ = ("at_ms", "pipeline_id", "reason", "candidates")
+    AT_MS_FIELD_NUMBER: _ClassVar[int]
+    PIPELINE_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    at_ms: float
+    pipeline_id: str
+    reason: str
+    candidates: _containers.RepeatedCompositeFieldContainer[RouteCandidate]
+    def __init__(self, at_ms: _Optional[float] = ..., pipeline_id: _Optional[str] = ..., reason: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[RouteCandidate, _Mapping]]] = ...) -> None: ...
+
+class RequestEvent(_message.Message):
+    __slots__ = ("at_ms", "what", "detail")
+    AT_MS_FIELD_NUMBER: _ClassVar[int]
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    at_ms: float
+    what: str
+    detail: str
+    def __init__(self, at_ms: _Optional[float] = ..., what: _Optional[str] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class ExplainResponse(_message.Message):
+    __slots__ = ("request_id", "tenant", "qos_class", "state", "prompt_tokens", "completion_tokens", "finish", "routes", "events")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    QOS_CLASS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_FIELD_NUMBER: _ClassVar[int]
+    ROUTES_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    tenant: str
+    qos_class: _types_pb2.QosClass
+    state: str
+    prompt_tokens: int
+    completion_tokens: int
+    finish: str
+    routes: _containers.RepeatedCompositeFieldContainer[RouteDecision]
+    events: _containers.RepeatedCompositeFieldContainer[RequestEvent]
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., qos_class: _Optional[_Union[_types_pb2.QosClass, str]] = ..., state: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., finish: _Optional[str] = ..., routes: _Optional[_Iterable[_Union[RouteDecision, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[RequestEvent, _Mapping]]] = ...) -> None: ...

@@ -40,6 +40,11 @@ class AdminServiceStub:
                 request_serializer=shoal_dot_v1_dot_admin__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=shoal_dot_v1_dot_admin__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/shoal.v1.AdminService/Explain',
+                request_serializer=shoal_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=shoal_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -52,6 +57,13 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Tells why a recent request ran where and when it did.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -59,6 +71,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=shoal_dot_v1_dot_admin__pb2.GetStatusRequest.FromString,
                     response_serializer=shoal_dot_v1_dot_admin__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=shoal_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
+                    response_serializer=shoal_dot_v1_dot_admin__pb2.ExplainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -89,6 +106,33 @@ class AdminService:
             '/shoal.v1.AdminService/GetStatus',
             shoal_dot_v1_dot_admin__pb2.GetStatusRequest.SerializeToString,
             shoal_dot_v1_dot_admin__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.v1.AdminService/Explain',
+            shoal_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+            shoal_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

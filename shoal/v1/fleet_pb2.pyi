@@ -1,11 +1,23 @@
 from shoal.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class DeviceMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DEVICE_MODE_UNSPECIFIED: _ClassVar[DeviceMode]
+    DEVICE_MODE_MIXED: _ClassVar[DeviceMode]
+    DEVICE_MODE_LATENCY: _ClassVar[DeviceMode]
+    DEVICE_MODE_THROUGHPUT: _ClassVar[DeviceMode]
+DEVICE_MODE_UNSPECIFIED: DeviceMode
+DEVICE_MODE_MIXED: DeviceMode
+DEVICE_MODE_LATENCY: DeviceMode
+DEVICE_MODE_THROUGHPUT: DeviceMode
 
 class AttachRequest(_message.Message):
     __slots__ = ("hello", "heartbeat", "shard_loaded", "shard_failed", "links_opened", "link_failed", "leaving")
@@ -37,8 +49,28 @@ class AttachResponse(_message.Message):
     unload_shard: UnloadShard
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., load_shard: _Optional[_Union[LoadShard, _Mapping]] = ..., open_links: _Optional[_Union[OpenLinks, _Mapping]] = ..., unload_shard: _Optional[_Union[UnloadShard, _Mapping]] = ...) -> None: ...
 
+class DeviceLimits(_message.Message):
+    __slots__ = ("moderate_c", "hot_c", "critical_c", "low_battery_percent", "critical_battery_percent", "busy_load", "max_batch", "steps_per_s")
+    MODERATE_C_FIELD_NUMBER: _ClassVar[int]
+    HOT_C_FIELD_NUMBER: _ClassVar[int]
+    CRITICAL_C_FIELD_NUMBER: _ClassVar[int]
+    LOW_BATTERY_PERCENT_FIELD_NUMBER: _ClassVar[int]
+    CRITICAL_BATTERY_PERCENT_FIELD_NUMBER: _ClassVar[int]
+    BUSY_LOAD_FIELD_NUMBER: _ClassVar[int]
+    MAX_BATCH_FIELD_NUMBER: _ClassVar[int]
+    STEPS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    moderate_c: float
+    hot_c: float
+    critical_c: float
+    low_battery_percent: float
+    critical_battery_percent: float
+    busy_load: float
+    max_batch: _containers.RepeatedScalarFieldContainer[int]
+    steps_per_s: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, moderate_c: _Optional[float] = ..., hot_c: _Optional[float] = ..., critical_c: _Optional[float] = ..., low_battery_percent: _Optional[float] = ..., critical_battery_percent: _Optional[float] = ..., busy_load: _Optional[float] = ..., max_batch: _Optional[_Iterable[int]] = ..., steps_per_s: _Optional[_Iterable[float]] = ...) -> None: ...
+
 class DeviceProfile(_message.Message):
-    __slots__ = ("name", "kind", "memory_bytes", "speed", "allow_direct_links", "max_batch", "is_emulated")
+    __slots__ = ("name", "kind", "memory_bytes", "speed", "allow_direct_links", "max_batch", "is_emulated", "mode", "fallback_timeout_ms", "limits")
     NAME_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +78,9 @@ class DeviceProfile(_message.Message):
     ALLOW_DIRECT_LINKS_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_FIELD_NUMBER: _ClassVar[int]
     IS_EMULATED_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    FALLBACK_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
     name: str
     kind: str
     memory_bytes: int
@@ -53,7 +88,10 @@ class DeviceProfile(_message.Message):
     allow_direct_links: bool
     max_batch: int
     is_emulated: bool
-    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., speed: _Optional[float] = ..., allow_direct_links: _Optional[bool] = ..., max_batch: _Optional[int] = ..., is_emulated: _Optional[bool] = ...) -> None: ...
+    mode: DeviceMode
+    fallback_timeout_ms: float
+    limits: DeviceLimits
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., speed: _Optional[float] = ..., allow_direct_links: _Optional[bool] = ..., max_batch: _Optional[int] = ..., is_emulated: _Optional[bool] = ..., mode: _Optional[_Union[DeviceMode, str]] = ..., fallback_timeout_ms: _Optional[float] = ..., limits: _Optional[_Union[DeviceLimits, _Mapping]] = ...) -> None: ...
 
 class RuntimeSummary(_message.Message):
     __slots__ = ("name", "version", "kernel_fingerprint")
@@ -96,18 +134,28 @@ class Welcome(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., heartbeat_interval_s: _Optional[float] = ..., socket_port: _Optional[int] = ..., link_token: _Optional[bytes] = ...) -> None: ...
 
 class Telemetry(_message.Message):
-    __slots__ = ("rss_bytes", "kv_bytes", "weight_bytes", "free_memory_bytes", "cpu_load")
+    __slots__ = ("rss_bytes", "kv_bytes", "weight_bytes", "free_memory_bytes", "cpu_load", "temperature_c", "battery_percent", "is_charging", "other_load", "clock")
     RSS_BYTES_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
     FREE_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     CPU_LOAD_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_C_FIELD_NUMBER: _ClassVar[int]
+    BATTERY_PERCENT_FIELD_NUMBER: _ClassVar[int]
+    IS_CHARGING_FIELD_NUMBER: _ClassVar[int]
+    OTHER_LOAD_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
     rss_bytes: int
     kv_bytes: int
     weight_bytes: int
     free_memory_bytes: int
     cpu_load: float
-    def __init__(self, rss_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., free_memory_bytes: _Optional[int] = ..., cpu_load: _Optional[float] = ...) -> None: ...
+    temperature_c: float
+    battery_percent: float
+    is_charging: bool
+    other_load: float
+    clock: float
+    def __init__(self, rss_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., free_memory_bytes: _Optional[int] = ..., cpu_load: _Optional[float] = ..., temperature_c: _Optional[float] = ..., battery_percent: _Optional[float] = ..., is_charging: _Optional[bool] = ..., other_load: _Optional[float] = ..., clock: _Optional[float] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("telemetry",)

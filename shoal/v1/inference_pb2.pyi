@@ -28,7 +28,7 @@ class TokenInput(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "prompt", "chat", "tokens", "sampling", "max_tokens", "stop", "ignore_eos", "qos_class", "request_id")
+    __slots__ = ("model", "prompt", "chat", "tokens", "sampling", "max_tokens", "stop", "ignore_eos", "qos_class", "request_id", "tenant", "max_tokens_per_s", "ttft_target_ms", "inter_token_target_ms")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,10 @@ class GenerateRequest(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
     QOS_CLASS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    TTFT_TARGET_MS_FIELD_NUMBER: _ClassVar[int]
+    INTER_TOKEN_TARGET_MS_FIELD_NUMBER: _ClassVar[int]
     model: str
     prompt: str
     chat: ChatInput
@@ -49,7 +53,11 @@ class GenerateRequest(_message.Message):
     ignore_eos: bool
     qos_class: _types_pb2.QosClass
     request_id: str
-    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[str] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., tokens: _Optional[_Union[TokenInput, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., qos_class: _Optional[_Union[_types_pb2.QosClass, str]] = ..., request_id: _Optional[str] = ...) -> None: ...
+    tenant: str
+    max_tokens_per_s: float
+    ttft_target_ms: float
+    inter_token_target_ms: float
+    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[str] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., tokens: _Optional[_Union[TokenInput, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., qos_class: _Optional[_Union[_types_pb2.QosClass, str]] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., max_tokens_per_s: _Optional[float] = ..., ttft_target_ms: _Optional[float] = ..., inter_token_target_ms: _Optional[float] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("accepted", "delta", "finished")
@@ -86,20 +94,26 @@ class Delta(_message.Message):
     def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("finish_reason", "prompt_tokens", "completion_tokens", "ttft_ms", "tokens_per_s", "pipeline")
+    __slots__ = ("finish_reason", "prompt_tokens", "completion_tokens", "ttft_ms", "tokens_per_s", "pipeline", "pipeline_id", "queue_ms", "num_preemptions")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TTFT_MS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     PIPELINE_FIELD_NUMBER: _ClassVar[int]
+    PIPELINE_ID_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     finish_reason: _types_pb2.FinishReason
     prompt_tokens: int
     completion_tokens: int
     ttft_ms: float
     tokens_per_s: float
     pipeline: _containers.RepeatedCompositeFieldContainer[StageSummary]
-    def __init__(self, finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., ttft_ms: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., pipeline: _Optional[_Iterable[_Union[StageSummary, _Mapping]]] = ...) -> None: ...
+    pipeline_id: str
+    queue_ms: float
+    num_preemptions: int
+    def __init__(self, finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., ttft_ms: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., pipeline: _Optional[_Iterable[_Union[StageSummary, _Mapping]]] = ..., pipeline_id: _Optional[str] = ..., queue_ms: _Optional[float] = ..., num_preemptions: _Optional[int] = ...) -> None: ...
 
 class StageSummary(_message.Message):
     __slots__ = ("worker_id", "layers", "device")

@@ -14,7 +14,7 @@ from orchestrator.core import fleet, sequence
 from worker import lifecycle
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("shoal", "modelstore", "orchestrator", "worker", "launch", "cli")
+PACKAGES = ("shoal", "modelstore", "orchestrator", "worker", "launch", "loadtest", "cli")
 MAX_FUNCTION_LINES = 50
 MAX_FILE_LINES = 450
 

@@ -5,6 +5,7 @@ Decides sizes and how many pairs are measured, before anything is measured.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -62,6 +63,7 @@ class Bench:
         folder: Path,
         model: str,
         baseline: BaselineProcess,
+        runner: asyncio.Runner,
         say: Callable[[str], None],
         *,
         quick: bool,
@@ -69,6 +71,8 @@ class Bench:
         self.model = model
         self.baseline = baseline
         self.say = say
+        self._runner = runner
+        self.is_quick = quick
         self.sizes = QUICK_SIZES if quick else Sizes()
         self.plan, self.long_plan = (QUICK_PLAN, QUICK_PLAN) if quick else (PLAN, LONG_PLAN)
         self.notes: list[str] = []
@@ -110,17 +114,17 @@ class Bench:
         return self.baseline.run(meter, value, mode, **arguments)
 
     def one_worker(self) -> AbstractContextManager[System]:
-        return self._fleet("one-worker", num_workers=1)
+        return self.fleet("one-worker", num_workers=1)
 
     def two_stages(
         self, name: str, *, link: LinkProfile | None = None, **options: Any
     ) -> AbstractContextManager[System]:
         split = f"{self.cut},{self._num_layers - self.cut}"
-        return self._fleet(name, num_workers=2, link=link, split=split, **options)
+        return self.fleet(name, num_workers=2, link=link, split=split, **options)
 
-    def _fleet(self, name: str, **options: Any) -> AbstractContextManager[System]:
+    def fleet(self, name: str, **options: Any) -> AbstractContextManager[System]:
         self.say(f"starting {name}")
-        return fleet.running(self.home(name), self.model, also_ours=[self.baseline.process_id], **options)
+        return fleet.running(self.home(name), self.model, self._runner, also_ours=[self.baseline.process_id], **options)
 
     def home(self, name: str) -> Path:
         """A folder of its own for a fleet, with the models that are pulled and nothing else."""

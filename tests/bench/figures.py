@@ -1,7 +1,7 @@
 """The figures that are measured, with the gate and the aim of each, and the verdict on a measured one.
 
-Knows no process and no clock; what is measured comes from `decode`, `prefill`, `links` and `processes`, and goes to
-`report`.
+Knows no process and no clock; what is measured comes from `decode`, `prefill`, `links`, `classes` and `processes`, and
+goes to `report`.
 """
 
 from __future__ import annotations
@@ -36,6 +36,18 @@ GOALS = {
     "prefill": Goal("two stages, prefill of 512 tokens in chunks of 64, of the baseline", 1.35, 1.8),
     "burst": Goal("1 stream over links of 5 ms and 20 Mbit/s: burst, of orchestrator in the loop", 1.1, 1.2),
     "first_token": Goal("short prompt to first token, idle system, beyond the compute", 8.0, 4.0, "ms", is_upper=True),
+    "stall": Goal(
+        "p99 gap of running streams while a prompt of 1,800 tokens arrives, of the gap without",
+        1.5,
+        1.25,
+        is_upper=True,
+    ),
+    "latency_under_load": Goal(
+        "LATENCY: p99 time to first token under full THROUGHPUT load, of that alone", 1.5, 1.2, is_upper=True
+    ),
+    "mixed_throughput": Goal("THROUGHPUT tokens/s beside LATENCY requests, of those alone", 0.85, 0.95),
+    "sixteen_emulated": Goal("two slow stages, one thread each: 16 streams, of what one stream gets", 3.5, 4.5),
+    "schedule": Goal("schedule() with 1,000 running and 10,000 waiting, median", 200.0, 100.0, "us", is_upper=True),
     "start": Goal("`shoal up` to ready, model pulled, three devices", 5.0, 3.0, "s", is_upper=True),
     "memory": Goal("worker memory, worst worker, of the gate's bound", 1.0, 1.0, "x", is_upper=True),
 }

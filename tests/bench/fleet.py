@@ -1,4 +1,4 @@
-"""A fleet under measurement: real processes of equal boxes without emulation, and a client that times what it gets.
+"""A fleet under measurement: real processes, equal boxes unless told otherwise, and a client that times what it gets.
 
 Owns the fleet's processes and the client's event loop. What is asked for, and what the times mean, is the figures'.
 """
@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
 from launch.local import LocalFleet
 from shoal.client import AsyncClient
 from shoal.config import OrchestratorConfig, WorkerConfig
+from shoal.generation import Generation
 from shoal.status import FleetStatus
 from shoal.types import DeviceProfile, LinkProfile, QosClass
 from tests.bench.machine import LoadMeter
@@ -26,6 +27,8 @@ from tests.bench.pairs import Load
 # A box on mains power, which waits awake as the shipped `host` does.
 BOX = DeviceProfile(name="box", kind="box", memory_bytes=4096 * 2**20, poll_ms=10.0)
 READY_TIMEOUT_S = 30.0
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +100,19 @@ class System:
     async def _time(self, prompt: Sequence[int], max_tokens: int, qos: QosClass) -> StreamTimes:
         token_at: list[float] = []
         sent_at = time.perf_counter()
+        answer = await self.read(prompt, max_tokens, qos, token_at)
+        return StreamTimes(sent_at, tuple(token_at), answer.ttft_ms)
+
+    async def read(self, prompt: Sequence[int], max_tokens: int, qos: QosClass, token_at: list[float]) -> Generation:
+        """Read a greedy answer of exactly max_tokens; token_at grows by the time of each of its tokens."""
         stream = self._client.stream(prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True, qos_class=qos)
         async for delta in stream:
             token_at.extend([time.perf_counter()] * len(delta.token_ids))
-        return StreamTimes(sent_at, tuple(token_at), stream.result.ttft_ms)
+        return stream.result
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Run something on the client's event loop."""
+        return self._runner.run(work)
 
     def status(self) -> FleetStatus:
         return self._runner.run(self._client.status())
@@ -121,17 +133,23 @@ def _cpu_s(process: psutil.Process) -> float:
 def running(
     home: Path,
     model: str,
+    runner: asyncio.Runner,
     *,
     num_workers: int,
     also_ours: Sequence[int],
     link: LinkProfile | None = None,
+    profiles: Sequence[DeviceProfile] = (),
     **options: Any,
 ) -> Iterator[System]:
-    """Run a fleet until the block ends; options are OrchestratorConfig's. also_ours: processes that are not other load."""
+    """Run a fleet until the block ends; options are OrchestratorConfig's. also_ours: processes that are not other load.
+
+    runner: has the client's event loop; one for all fleets, as gRPC wants it. profiles: of the workers, instead of
+    num_workers boxes with such a link.
+    """
     config = OrchestratorConfig(port=0, home=home, model=model, drain_s=1.0, **options)
     profile = BOX if link is None else replace(BOX, link=link, is_emulated=True)
     worker = WorkerConfig(use_sockets=config.use_sockets)
-    with LocalFleet(config, [profile] * num_workers, worker=worker) as fleet, asyncio.Runner() as runner:
+    with LocalFleet(config, profiles or [profile] * num_workers, worker=worker) as fleet:
         fleet.wait_ready(READY_TIMEOUT_S)
         system = System(fleet, runner, also_ours)
         try:

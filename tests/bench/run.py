@@ -6,6 +6,7 @@ Composes fleets, figures and the report. Everything it starts is stopped again, 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import shlex
 import signal
 import sys
@@ -18,7 +19,7 @@ from modelstore.pull import pull
 from modelstore.store import ModelStore
 from shoal.config import OrchestratorConfig, default_home
 from shoal.errors import ShoalError
-from tests.bench import decode, links, machine, prefill, processes
+from tests.bench import classes, decode, links, machine, prefill, processes
 from tests.bench.baseline_process import BaselineProcess
 from tests.bench.context import Bench
 from tests.bench.figures import GOALS, Figure
@@ -38,6 +39,17 @@ TWO_STAGES: dict[str, Callable[[Bench, System], list[Figure]]] = {
     "prefill": prefill.prefill,
     "sixteen_streams": decode.sixteen_streams,
 }
+
+# On fleets of their own, or on none.
+ALONE: tuple[tuple[tuple[str, ...], Callable[[Bench], list[Figure]]], ...] = (
+    (("burst",), links.burst),
+    ((TRANSPORTS,), links.transports),
+    (("stall",), classes.stall),
+    (("latency_under_load", "mixed_throughput"), classes.mixed),
+    (("sixteen_emulated",), classes.sixteen_emulated),
+    (("schedule",), classes.schedule),
+    (("start",), processes.start),
+)
 
 
 def measure(bench: Bench, wanted: frozenset[str]) -> Iterator[Figure]:
@@ -59,9 +71,9 @@ def measure(bench: Bench, wanted: frozenset[str]) -> Iterator[Figure]:
                 found += processes.footprints(bench, system)
     if found:
         yield from processes.memory(found)
-    for name, measure_alone in (("burst", links.burst), (TRANSPORTS, links.transports), ("start", processes.start)):
-        if name in wanted:
-            bench.say(f"measuring {name}")
+    for names, measure_alone in ALONE:
+        if wanted.intersection(names):
+            bench.say(f"measuring {', '.join(names)}")
             yield from measure_alone(bench)
 
 
@@ -73,8 +85,12 @@ def main() -> None:
     pull(ModelStore(home), model)
     figures: list[Figure] = []
     failure = ""
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder, BaselineProcess(home, model) as baseline:
-        bench = Bench(home, Path(folder), model, baseline, _say, quick=options.quick)
+    with (
+        tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder,
+        BaselineProcess(home, model) as baseline,
+        asyncio.Runner() as runner,
+    ):
+        bench = Bench(home, Path(folder), model, baseline, runner, _say, quick=options.quick)
         try:
             for figure in measure(bench, frozenset(options.only or NAMES)):
                 _say(f"{figure.name}: {figure.value} {figure.goal.unit} ({figure.verdict}; {figure.note})")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import queue
 import socket
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from shoal.codec import pack_frame
 from shoal.errors import ConnectionFailed, InternalError
-from shoal.types import LayerRange
+from shoal.types import LayerRange, ThermalModel
 from shoal.v1 import flow_pb2
 from tests.support.fleet import make_device
 from tests.support.shards import TinyModel, make_tiny_model, make_tokens
@@ -311,6 +312,46 @@ def test_devices_faster_and_slower_than_this_machine_can_load(
     start: Callable[..., Bench], profile: dict[str, object]
 ) -> None:
     assert isinstance(start(**profile).load(), StageLoaded)
+
+
+def test_a_real_device_has_no_model_of_its_heat(bench: Bench) -> None:
+    assert bench.compute.emulated is None
+
+
+def test_what_an_emulated_device_computes_and_waits_for_warms_it(start: Callable[..., Bench]) -> None:
+    bench = start(is_emulated=True, speed=0.5, thermal=ThermalModel(heat_c_per_s=100.0))
+    device = bench.compute.emulated
+    assert device is not None
+    cold = device.condition(time.monotonic())
+    assert cold.temperature_c is not None
+
+    bench.load()
+    for step in range(1, 20):
+        bench.compute.post(prefill(step=step, sequence_id=step))
+        bench.uplink.next()
+    bench.compute.stop(WAIT_S)
+
+    warm = device.condition(time.monotonic())
+    assert warm.busy_s > cold.busy_s
+    assert warm.temperature_c is not None
+    assert warm.temperature_c > cold.temperature_c
+
+
+def test_a_hot_device_waits_longer_for_the_same_work(
+    start: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    hot = start(is_emulated=True, thermal=ThermalModel(ambient_c=60.0, heat_c_per_s=100.0, cooling_per_s=0.001))
+    hot.load()
+    monkeypatch.setattr("worker.stage.time.sleep", waits.append)
+
+    while not waits:
+        hot.compute.post(prefill())
+        hot.uplink.next()
+        hot.compute.post(make_cancel((1, 0)))
+
+    assert hot.compute.emulated is not None
+    assert hot.compute.emulated.slow_down.clock < 1.0
 
 
 def test_a_stop_unloads_and_ends_the_thread(start: Callable[..., Bench]) -> None:

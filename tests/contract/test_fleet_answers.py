@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from orchestrator.core.scheduler import Batch
+from orchestrator.core.batch import Batch
 from orchestrator.pipeline import Pipeline
 from orchestrator.tokenizer import Tokenizer
 from shoal.generation import Generation
@@ -280,7 +280,7 @@ async def test_an_idle_fleet_holds_nothing(ring: LocalFleet) -> None:
 
     status = await ring.until(lambda status: status.num_running == 0, bound_s=1.0)
 
-    assert status.pipeline is not None
-    assert (status.pipeline.used_slots, status.pipeline.used_kv_tokens, status.num_waiting) == (0, 0, 0)
-    assert status.pipeline.completion_tokens_total > 0
+    (pipeline,) = status.pipelines
+    assert (pipeline.used_slots, pipeline.used_kv_tokens, status.num_waiting) == (0, 0, 0)
+    assert pipeline.completion_tokens_total > 0
     assert all(device.decode_ms > 0 for device in status.devices)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator import control, membership
+from orchestrator import bringup, membership
 from shoal.errors import NotReady, WorkerLost
 from shoal.status import DeviceStatus, FleetStatus
 from shoal.types import LinkProfile
@@ -218,7 +218,7 @@ async def test_a_device_whose_load_hangs_is_given_up(
             yield chunk
 
     monkeypatch.setattr(membership, "_read_chunks", stick_once)
-    monkeypatch.setattr(control, "LOAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(bringup, "LOAD_TIMEOUT_S", 0.2)
     async with start_fleet(store, tmp_path) as fleet:
         fleet.add_worker("w0")
         await fleet.serving(1)

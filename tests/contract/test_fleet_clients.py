@@ -31,8 +31,8 @@ def store(fleet_model: TinyModel) -> Store:
 
 
 def is_empty(status: FleetStatus) -> bool:
-    pipeline = status.pipeline
-    return pipeline is not None and (pipeline.used_slots, pipeline.used_kv_tokens, status.num_waiting) == (0, 0, 0)
+    held = [(pipeline.used_slots, pipeline.used_kv_tokens) for pipeline in status.pipelines]
+    return set(held) == {(0, 0)} and status.num_waiting == 0
 
 
 @pytest.mark.parametrize("options", [{}, {"qos_class": "latency"}], ids=["shared", "solo"])

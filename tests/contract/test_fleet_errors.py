@@ -6,7 +6,6 @@ import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import pytest_asyncio
 
 from orchestrator import control, membership
 from orchestrator.app import Orchestrator
-from orchestrator.core.limits import SchedulerLimits
 from shoal import AsyncClient, rpc
 from shoal.config import OrchestratorConfig
 from shoal.errors import (
@@ -28,6 +26,7 @@ from shoal.errors import (
     NotReady,
     Overloaded,
     ProtocolMismatch,
+    RequestNotFound,
     ShoalError,
 )
 from shoal.status import FleetStatus
@@ -83,6 +82,15 @@ BAD_VALUES: list[tuple[str, dict[str, Any]]] = [
     ("stop", {"stop": ["x" * 257]}),
     ("request_id", {"request_id": "x" * 129}),
     ("request_id", {"request_id": "a\nb"}),
+    ("tenant", {"tenant": "x" * 65}),
+    ("tenant", {"tenant": "a\nb"}),
+    ("max_tokens_per_s", {"max_tokens_per_s": -1.0}),
+    ("max_tokens_per_s", {"max_tokens_per_s": float("nan")}),
+    ("max_tokens_per_s", {"max_tokens_per_s": float("inf")}),
+    ("ttft_target_ms", {"ttft_target_ms": 0.0}),
+    ("ttft_target_ms", {"ttft_target_ms": float("nan")}),
+    ("inter_token_target_ms", {"inter_token_target_ms": -1.0}),
+    ("inter_token_target_ms", {"inter_token_target_ms": float("inf")}),
 ]
 
 
@@ -145,6 +153,21 @@ async def test_a_prompt_longer_than_the_context_is_refused_with_the_numbers(flee
     assert f"to {CONTEXT - 1} tokens" in error.message
 
 
+async def test_a_request_nobody_knows_cannot_be_explained(fleet: LocalFleet) -> None:
+    with pytest.raises(RequestNotFound, match="'never-seen' is not among the last 1000"):
+        await fleet.client.explain("never-seen")
+
+
+async def test_the_story_of_a_refused_request_says_why(fleet: LocalFleet) -> None:
+    await refusal(fleet.client, make_tokens(CONTEXT, VOCAB), request_id="too-long")
+
+    story = await fleet.client.explain("too-long")
+
+    assert (story.state, story.finish, story.prompt_tokens) == ("finished", "CONTEXT_EXCEEDED", CONTEXT)
+    assert story.routes[0].pipeline_id == ""
+    assert "holds 256 tokens" in story.routes[0].candidates[0].ruled_out
+
+
 async def test_refused_requests_hold_nothing(fleet: LocalFleet) -> None:
     await refusal(fleet.client, top_p=0.0)
     await refusal(fleet.client, make_tokens(CONTEXT, VOCAB))
@@ -154,18 +177,18 @@ async def test_refused_requests_hold_nothing(fleet: LocalFleet) -> None:
     assert (status.num_running, status.num_waiting) == (0, 0)
 
 
-async def test_a_full_queue_is_refused_with_when_to_try_again(
-    fleet_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(control, "SchedulerLimits", partial(SchedulerLimits, max_waiting=2))
-    async with start_fleet(fleet_model.store.root, tmp_path, [SLOW], max_sequences=1) as full:
+async def test_a_full_queue_is_refused_with_when_to_try_again(fleet_model: TinyModel, tmp_path: Path) -> None:
+    async with start_fleet(fleet_model.store.root, tmp_path, [SLOW], max_sequences=1, max_waiting=2) as full:
         streams = [full.client.stream("hello", **ENDLESS) for _ in range(3)]
         reading = [asyncio.create_task(read(stream)) for stream in streams]
         await full.until(lambda status: (status.num_running, status.num_waiting) == (1, 2))
 
         error = await refusal(full.client)
+        other = full.client.stream("hello", tenant="another", **ENDLESS)
+        reading.append(asyncio.create_task(read(other)))
+        await full.until(lambda status: (status.num_running, status.num_waiting) == (1, 3))
 
-        for stream in streams:
+        for stream in (*streams, other):
             stream.cancel()
         await asyncio.gather(*reading)
 
@@ -225,6 +248,14 @@ BAD_HELLOS: dict[str, tuple[str, dict[str, Any]]] = {
     "an old runtime": ("hello.runtime", {"runtime": fleet_pb2.RuntimeSummary(name="onnxruntime", version="1.31.9")}),
     "another runtime": ("hello.runtime", {"runtime": fleet_pb2.RuntimeSummary(name="llama.cpp", version="9.9")}),
     "no memory": ("hello.profile", {"profile": fleet_pb2.DeviceProfile(speed=1.0, max_batch=4)}),
+    "a time that is none": (
+        "hello.profile",
+        {
+            "profile": fleet_pb2.DeviceProfile(
+                memory_bytes=1 << 30, speed=1.0, max_batch=4, fallback_timeout_ms=float("nan")
+            )
+        },
+    ),
 }
 
 

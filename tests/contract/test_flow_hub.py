@@ -14,11 +14,12 @@ from orchestrator.flow import FlowHub
 from shoal import rpc
 from shoal.codec import MAX_FRAME_BYTES, MAX_HELLO_BYTES, FrameBuffer, pack_frame
 from shoal.errors import ConnectionFailed, InvalidRequest, ProtocolMismatch, ShoalError
-from shoal.types import PROTOCOL_VERSION, WorkerId
+from shoal.types import PROTOCOL_VERSION, PipelineId, WorkerId
 from shoal.v1 import flow_pb2, flow_pb2_grpc
 from tests.support.peers import HOST, WAIT_S, make_frame, make_hello
 
-W0, W1 = WorkerId("w0"), WorkerId("w1")
+W0, W1, W2 = WorkerId("w0"), WorkerId("w1"), WorkerId("w2")
+P1, P2 = PipelineId("p1"), PipelineId("p2")
 
 
 class Uplink(Protocol):
@@ -128,7 +129,7 @@ class HubBench:
 async def bench() -> AsyncIterator[HubBench]:
     bench = HubBench()
     await bench.start()
-    bench.hub.routes = {0: W0}
+    bench.hub.routes = {P1: (W0,)}
     yield bench
     await bench.close()
 
@@ -136,8 +137,8 @@ async def bench() -> AsyncIterator[HubBench]:
 both = pytest.mark.parametrize("kind", ["socket", "grpc"])
 
 
-def make_result(step: int) -> flow_pb2.Frame:
-    return flow_pb2.Frame(pipeline_id="p1", epoch=1, to_stage=-1, step_result=flow_pb2.StepResult(step=step))
+def make_result(step: int, pipeline_id: PipelineId = P1) -> flow_pb2.Frame:
+    return flow_pb2.Frame(pipeline_id=pipeline_id, epoch=1, to_stage=-1, step_result=flow_pb2.StepResult(step=step))
 
 
 ours = [make_result(step) for step in range(3)]
@@ -175,7 +176,7 @@ async def test_frames_for_a_worker_come_in_order(bench: HubBench, kind: str) -> 
 @pytest.mark.parametrize(("sender", "receiver"), [("socket", "socket"), ("socket", "grpc"), ("grpc", "socket")])
 async def test_frames_between_stages_are_relayed_in_order(bench: HubBench, sender: str, receiver: str) -> None:
     first, second = await bench.join(sender, W0), await bench.join(receiver, W1)
-    bench.hub.routes = {0: W0, 1: W1}
+    bench.hub.routes = {P1: (W0, W1)}
     frames = [make_frame(step, to_stage=1, num_bytes=10_000) for step in range(20)]
 
     await first.send(*frames)
@@ -197,8 +198,8 @@ def forged_frames() -> dict[str, flow_pb2.Frame]:
 @both
 @pytest.mark.parametrize("name", forged_frames())
 async def test_a_stage_cannot_speak_for_another(bench: HubBench, kind: str, name: str) -> None:
-    bench.hub.routes = {0: W0, 1: W1, 2: WorkerId("w2")}
-    others = [await bench.join(kind, worker_id) for worker_id in (W0, WorkerId("w2"))]
+    bench.hub.routes = {P1: (W0, W1, W2)}
+    others = [await bench.join(kind, worker_id) for worker_id in (W0, W2)]
     forger = await bench.join(kind, W1)
 
     await forger.send(forged_frames()[name], make_frame(9, to_stage=2))
@@ -218,6 +219,65 @@ async def test_a_worker_without_a_stage_cannot_speak_at_all(bench: HubBench, kin
     await member.send(ours[0])
 
     assert await bench.next_frame() == ours[0]
+
+
+def of_pipeline(frame: flow_pb2.Frame, pipeline_id: PipelineId) -> flow_pb2.Frame:
+    frame.pipeline_id = pipeline_id
+    return frame
+
+
+async def test_frames_of_two_pipelines_are_relayed_each_to_its_own_stage(bench: HubBench) -> None:
+    worker_ids = [WorkerId(f"w{index}") for index in range(4)]
+    first, second, third, fourth = [await bench.join("socket", worker_id) for worker_id in worker_ids]
+    bench.hub.routes = {P1: tuple(worker_ids[:2]), P2: tuple(worker_ids[2:])}
+    frames = [make_frame(step, to_stage=1) for step in range(10)]
+    others = [of_pipeline(make_frame(step, to_stage=1), P2) for step in range(100, 110)]
+
+    for frame, other in zip(frames, others, strict=True):
+        await first.send(frame)
+        await third.send(other)
+    await second.send(ours[0])
+    await fourth.send(make_result(100, P2))
+
+    assert [await second.receive() for _ in frames] == frames
+    assert [await fourth.receive() for _ in others] == others
+    results = [await bench.next_frame() for _ in range(2)]
+    assert sorted(frame.pipeline_id for frame in results) == ["p1", "p2"]
+
+
+@both
+@pytest.mark.parametrize("name", ["a result", "a step", "a failure", "a result of a pipeline nobody knows"])
+async def test_a_stage_cannot_speak_for_another_pipeline(bench: HubBench, kind: str, name: str) -> None:
+    bench.hub.routes = {P1: (W0, W1), P2: (W2,)}
+    member, forger = await bench.join(kind, W1), await bench.join(kind, W2)
+    failed = flow_pb2.Frame(pipeline_id="p1", epoch=1, to_stage=-1, step_failed=flow_pb2.StepFailed(step=1))
+    forged = {
+        "a result": make_result(7),
+        "a step": make_frame(7, to_stage=1),
+        "a failure": failed,
+        "a result of a pipeline nobody knows": make_result(7, PipelineId("p3")),
+    }
+
+    await forger.send(forged[name], make_result(1, P2))
+    assert await bench.next_frame() == make_result(1, P2)
+    bench.hub.send(W1, make_frame(9))
+
+    assert await member.receive() == make_frame(9)
+    assert bench.frames.empty()
+
+
+@both
+async def test_a_pipeline_that_has_ended_is_silent(bench: HubBench, kind: str) -> None:
+    bench.hub.routes = {P1: (W0,), P2: (W1,)}
+    uplink, other = await bench.join(kind, W0), await bench.join(kind, W1)
+
+    del bench.hub.routes[P1]
+    await uplink.send(*ours)
+    await uplink.close()
+    await bench.next_lost()
+    await other.send(make_result(5, P2))
+
+    assert await bench.next_frame() == make_result(5, P2)
 
 
 async def test_a_socket_that_announces_a_long_hello_is_hung_up_on(bench: HubBench) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from launch.local import LocalFleet
 from shoal import AsyncClient, Client
-from shoal.errors import DeadlineExceeded
+from shoal.errors import DeadlineExceeded, DeadlineUnmeetable
 from shoal.status import FleetStatus
 from tests.support.commands import LOOK_S, WAIT_S, RunningCommand, start_program, until
 
@@ -101,6 +101,16 @@ async def test_clients_that_leave_together_hold_neither_slots_nor_places_in_the_
 
 def test_a_client_whose_time_is_up_gets_an_error_and_holds_nothing(fleet: LocalFleet, client: Client) -> None:
     with Client(fleet.address, timeout_s=1.0) as hasty, pytest.raises(DeadlineExceeded, match="allow more time"):
-        hasty.generate(PROMPT, max_tokens=3000, ignore_eos=True)
+        hasty.generate(PROMPT, max_tokens=30, max_tokens_per_s=1.0)
 
     until(client.status, is_free, bound_s=RELEASE_S)
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_at_once_with_the_numbers(fleet: LocalFleet, client: Client) -> None:
+    client.generate(PROMPT, max_tokens=8, ignore_eos=True)
+
+    with pytest.raises(DeadlineUnmeetable, match="all 3000 tokens would take") as refused:
+        client.generate(PROMPT, max_tokens=3000, ignore_eos=True, deadline_s=2.0)
+
+    assert refused.value.retry_after_s > 0
+    assert is_free(client.status())

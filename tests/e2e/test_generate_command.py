@@ -20,7 +20,7 @@ pytestmark = pytest.mark.e2e
 STORY = "Tell me a long story about a whale who wanted to fly."
 FIELDS = {
     "text", "token_ids", "finish_reason", "prompt_tokens", "completion_tokens", "ttft_ms", "tokens_per_s", "pipeline",
-    "request_id", "model", "seed",
+    "request_id", "model", "seed", "pipeline_id", "queue_ms", "num_preemptions",
 }  # fmt: skip
 
 
@@ -151,4 +151,5 @@ def test_status_as_json_has_devices_and_pipeline(fleet: LocalFleet, home: Path, 
     assert [device["layers"][0] for device in devices[1:]] == [device["layers"][1] for device in devices[:-1]]
     assert all(0 < used < device["memory_bytes"] for used, device in zip(weight_bytes, devices, strict=True))
     assert sum(weight_bytes) >= real_model.weight_bytes
-    assert (status["pipeline"]["used_slots"], status["pipeline"]["used_kv_tokens"]) == (0, 0)
+    (pipeline,) = status["pipelines"]
+    assert (pipeline["used_slots"], pipeline["used_kv_tokens"]) == (0, 0)

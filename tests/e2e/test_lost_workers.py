@@ -43,7 +43,7 @@ def child_named(fleet: LocalFleet, name: str) -> Child:
 
 def begin_answer(client: Client) -> Iterator[Delta]:
     """An answer that is being computed and will be for long."""
-    deltas = iter(client.stream(PROMPT, max_tokens=4000, ignore_eos=True))
+    deltas = iter(client.stream(PROMPT, max_tokens=4000, ignore_eos=True, deadline_s=3600.0))
     next(deltas)
     return deltas
 

@@ -53,7 +53,7 @@ def test_an_answer_that_outlasts_the_drain_ends_with_an_error(start_fleet: Start
     orchestrator = fleet.children[0].process
     with (
         Client(fleet.address, timeout_s=WAIT_S) as client,
-        client.stream(PROMPT, max_tokens=4000, ignore_eos=True) as stream,
+        client.stream(PROMPT, max_tokens=4000, ignore_eos=True, deadline_s=3600.0) as stream,
     ):
         deltas = iter(stream)
         next(deltas)

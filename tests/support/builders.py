@@ -7,11 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+from orchestrator.core.batch import Batch, SampledId
 from orchestrator.core.limits import SchedulerLimits
 from orchestrator.core.placement import ModelFootprint, Placement, Stage
-from orchestrator.core.scheduler import Batch, SampledId, Scheduler
-from orchestrator.core.sequence import Sequence, SequenceState
-from shoal.types import DeviceProfile, LayerRange, NumericClass, QosClass, SamplingParams, SequenceId, WorkerId
+from orchestrator.core.scheduler import Scheduler
+from orchestrator.core.sequence import QosTargets, Sequence, SequenceState
+from orchestrator.core.step_time import StepTiming
+from shoal.types import (
+    DeviceMode,
+    DeviceProfile,
+    LayerRange,
+    NumericClass,
+    QosClass,
+    SamplingParams,
+    SequenceId,
+    WorkerId,
+)
 
 MIB = 2**20
 STOP_ID = 2
@@ -24,7 +35,13 @@ def make_sequence(
     num_prompt: int = 8,
     max_tokens: int = 16,
     numeric: NumericClass = NumericClass.SHARED,
+    qos: QosClass = QosClass.BALANCED,
     arrived_at: float = 0.0,
+    tenant: str = "default",
+    inter_token_s: float | None = None,
+    deadline_at: float | None = None,
+    max_tokens_per_s: float = 0.0,
+    stop_ids: frozenset[int] = frozenset({STOP_ID}),
 ) -> Sequence:
     """A greedy sequence with the prompt 100, 101, ... that ends at STOP_ID."""
     return Sequence(
@@ -32,10 +49,14 @@ def make_sequence(
         prompt_token_ids=tuple(range(100, 100 + num_prompt)),
         sampling=SamplingParams(),
         max_tokens=max_tokens,
-        stop_ids=frozenset({STOP_ID}),
+        stop_ids=stop_ids,
         numeric=numeric,
-        qos=QosClass.BALANCED,
+        qos=qos,
         arrived_at=arrived_at,
+        tenant=tenant,
+        targets=QosTargets(inter_token_s=inter_token_s),
+        deadline_at=deadline_at,
+        max_tokens_per_s=max_tokens_per_s,
     )
 
 
@@ -50,6 +71,7 @@ def make_limits(
     max_waiting: int = 256,
     burst_steps: int = 1,
     min_rows: int = 4,
+    mode: DeviceMode = DeviceMode.MIXED,
 ) -> SchedulerLimits:
     """Limits of a small pipeline; bursts are off unless asked for."""
     return SchedulerLimits(
@@ -62,12 +84,13 @@ def make_limits(
         max_waiting=max_waiting,
         burst_steps=burst_steps,
         min_rows=min_rows,
+        mode=mode,
     )
 
 
 def sampled_ids(batch: Batch, token_id: int = TOKEN_ID) -> list[SampledId]:
     """What the last stage reports for a step of this batch if every row draws token_id."""
-    return [SampledId(row.sequence_id, token_id) for row in batch.rows if row.is_sampled]
+    return [SampledId(row.run_id, token_id) for row in batch.rows if row.is_sampled]
 
 
 def start_decoding(scheduler: Scheduler, sequences: Seq[Sequence], now: float = 0.0) -> None:
@@ -82,6 +105,46 @@ def start_decoding(scheduler: Scheduler, sequences: Seq[Sequence], now: float = 
         assert batch is not None, "the sequences do not all get a slot"
         scheduler.commit(batch.step, sampled_ids(batch), 0, now)
     assert all(sequence.state is SequenceState.DECODE for sequence in sequences), "an answer ended meanwhile"
+
+
+def make_sequences(*classes: QosClass, num_prompt: int = 8, max_tokens: int = 64) -> list[Sequence]:
+    """Sequences 1, 2, ... of these classes."""
+    return [
+        make_sequence(key, num_prompt=num_prompt, max_tokens=max_tokens, qos=qos)
+        for key, qos in enumerate(classes, start=1)
+    ]
+
+
+def make_decoding(limits: SchedulerLimits, *sequences: Sequence) -> Scheduler:
+    """A scheduler with these sequences ready to decode, at 0.0."""
+    scheduler = Scheduler(limits)
+    start_decoding(scheduler, sequences)
+    return scheduler
+
+
+def sequences_in(scheduler: Scheduler, batch: Batch | None) -> list[int]:
+    """The sequences in a batch, row by row."""
+    assert batch is not None, "there is no batch"
+    sequences = [scheduler.sequence_of(row.run_id) for row in batch.rows]
+    return [sequence.sequence_id for sequence in sequences if sequence is not None]
+
+
+def run_step(scheduler: Scheduler, now: float, took_s: float = 0.0) -> list[int]:
+    """Make a batch if there is one, let it be done, and name the sequences that were in it."""
+    batch = scheduler.schedule(now)
+    if batch is None:
+        return []
+    found = sequences_in(scheduler, batch)
+    scheduler.commit(batch.step, sampled_ids(batch), 0, now + took_s)
+    scheduler.check_invariants()
+    return found
+
+
+def know_times(scheduler: Scheduler, *, base_s: float = 0.02, token_s: float = 0.005) -> None:
+    """Let it have seen passes of such times, at each stage."""
+    for num_tokens in (1, 4, 16, 64) * 5:
+        stage_s = (base_s + token_s * num_tokens,) * scheduler.limits.num_stages
+        scheduler.observe(StepTiming(num_tokens, stage_s, is_solo=False))
 
 
 def make_profile(

@@ -67,6 +67,9 @@ class FakeOrchestrator(
         self.scripts = list(scripts)
         self.status = status
         self.requests: list[inference_pb2.GenerateRequest] = []
+        self.deadlines_s: list[float | None] = []
+        self.explanation: admin_pb2.ExplainResponse | ShoalError = admin_pb2.ExplainResponse(request_id="r-1")
+        self.explained: list[str] = []
         self.is_hanging = threading.Event()
         self.is_released = threading.Event()
 
@@ -75,6 +78,7 @@ class FakeOrchestrator(
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         self.requests.append(request)
+        self.deadlines_s.append(context.time_remaining())
         script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
         try:
             for entry in script:
@@ -104,6 +108,15 @@ class FakeOrchestrator(
         if isinstance(self.status, ShoalError):
             raise self.status
         return self.status
+
+    @unary
+    async def Explain(  # noqa: N802
+        self, request: admin_pb2.ExplainRequest, context: Context
+    ) -> admin_pb2.ExplainResponse:
+        self.explained.append(request.request_id)
+        if isinstance(self.explanation, ShoalError):
+            raise self.explanation
+        return self.explanation
 
 
 class FakeServer:

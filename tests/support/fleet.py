@@ -113,10 +113,10 @@ class LocalFleet:
             return None  # it has not begun to listen
 
     async def serving(self, num_stages: int) -> FleetStatus:
-        """Wait until a pipeline of so many stages serves."""
+        """Wait until pipelines of so many stages together serve, and no other is on its way."""
 
         def is_serving(status: FleetStatus) -> bool:
-            return status.ready and sum(one.layers is not None for one in status.devices) == num_stages
+            return status.is_complete and sum(one.layers is not None for one in status.devices) == num_stages
 
         return await self.until(is_serving)
 

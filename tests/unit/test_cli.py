@@ -98,6 +98,9 @@ def test_json_is_exactly_one_object(run: Run, server: FakeServer) -> None:
         "request_id": "r-1",
         "model": "tiny",
         "seed": 7,
+        "pipeline_id": "",
+        "queue_ms": 0.0,
+        "num_preemptions": 0,
     }
 
 
@@ -291,7 +294,9 @@ STATUS = admin_pb2.GetStatusResponse(
         ),
         admin_pb2.DeviceStatus(worker_id="[red]tablet-1", state="standby"),
     ],
-    pipeline=admin_pb2.PipelineStatus(pipeline_id="p-1", epoch=3, num_slots=8, used_slots=2, decode_tokens_per_s=41.5),
+    pipelines=[
+        admin_pb2.PipelineStatus(pipeline_id="p-1", epoch=3, num_slots=8, used_slots=2, decode_tokens_per_s=41.5)
+    ],
 )
 
 
@@ -317,7 +322,7 @@ def test_status_as_json_is_the_whole_status(run: Run) -> None:
     with FakeServer(status=STATUS) as server:
         status = json.loads(run("status", "--json", "--server", server.address).out)
 
-    assert (status["ready"], status["pipeline"]["num_slots"]) == (True, 8)
+    assert (status["ready"], status["pipelines"][0]["num_slots"]) == (True, 8)
     assert [device["layers"] for device in status["devices"]] == [[0, 10], None]
     assert status["devices"][0]["telemetry"]["weight_bytes"] == 20 * 2**20
 

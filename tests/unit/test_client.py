@@ -110,6 +110,10 @@ def test_all_options_arrive(serve: Serve) -> None:
         num_logprobs=2,
         qos_class="latency",
         request_id="mine",
+        tenant="gold",
+        max_tokens_per_s=12.5,
+        ttft_target_ms=250.0,
+        inter_token_target_ms=40.0,
     )
 
     assert request == inference_pb2.GenerateRequest(
@@ -119,6 +123,10 @@ def test_all_options_arrive(serve: Serve) -> None:
         stop=["a", "b"],
         ignore_eos=True,
         request_id="mine",
+        tenant="gold",
+        max_tokens_per_s=12.5,
+        ttft_target_ms=250.0,
+        inter_token_target_ms=40.0,
         qos_class=types_pb2.QOS_CLASS_LATENCY,
         sampling=types_pb2.SamplingParams(
             temperature=0.5,
@@ -343,6 +351,69 @@ async def test_cancelling_the_task_that_reads_cancels_the_call_and_the_task(serv
         assert await asyncio.to_thread(server.orchestrator.is_released.wait, WAIT_S)
 
 
+def test_a_deadline_of_a_request_goes_before_the_one_of_the_client(serve: Serve) -> None:
+    server = serve()
+    with Client(server.address, timeout_s=1000.0) as client:
+        client.generate("hi", deadline_s=30.0)
+        client.generate("hi")
+
+    first, second = server.orchestrator.deadlines_s
+    assert first is not None
+    assert second is not None
+    # Time limits travel rounded up.
+    assert first <= 31.0 < 900.0 < second <= 1100.0
+
+
+async def test_a_deadline_of_a_request_goes_before_the_one_of_the_async_client(serve: Serve) -> None:
+    server = serve()
+    async with AsyncClient(server.address) as client:
+        await client.generate("hi", deadline_s=30.0)
+        await client.generate("hi")
+
+    first, second = server.orchestrator.deadlines_s
+    assert first is not None
+    assert first <= 31.0
+    assert second is None
+
+
+@pytest.mark.parametrize("deadline_s", [0.0, -1.0, float("nan"), float("inf"), 1e300])
+def test_a_deadline_that_is_no_time_is_an_invalid_request(deadline_s: float) -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(InvalidRequest) as raised:
+        client.stream("hi", deadline_s=deadline_s)
+
+    assert raised.value.field == "deadline_s"
+
+
+def test_an_explanation_has_routes_and_events(serve: Serve) -> None:
+    server = serve()
+    candidate = admin_pb2.RouteCandidate(pipeline_id="p1", score_ms=40.0, queue_ms=5.0, num_stages=2)
+    route = admin_pb2.RouteDecision(pipeline_id="p1", reason="arrived", candidates=[candidate])
+    server.orchestrator.explanation = admin_pb2.ExplainResponse(
+        request_id="r-1",
+        tenant="gold",
+        qos_class=types_pb2.QOS_CLASS_LATENCY,
+        state="finished",
+        finish="stop",
+        routes=[route],
+        events=[admin_pb2.RequestEvent(at_ms=3.0, what="admitted", detail="slot 0")],
+    )
+    with Client(server.address) as client:
+        story = client.explain("r-1")
+
+    assert server.orchestrator.explained == ["r-1"]
+    assert (story.tenant, story.qos_class, story.finish) == ("gold", QosClass.LATENCY, "stop")
+    assert (story.routes[0].reason, story.routes[0].candidates[0].queue_ms) == ("arrived", 5.0)
+    assert (story.events[0].what, story.events[0].detail) == ("admitted", "slot 0")
+
+
+async def test_the_async_client_explains_the_newest_request(serve: Serve) -> None:
+    server = serve()
+    async with AsyncClient(server.address) as client:
+        assert (await client.explain()).request_id == "r-1"
+
+    assert server.orchestrator.explained == [""]
+
+
 def test_models_are_listed(serve: Serve) -> None:
     with Client(serve().address) as client:
         (model,) = client.list_models()
@@ -364,7 +435,7 @@ def test_a_status_has_its_devices_and_pipeline(serve: Serve) -> None:
         telemetry=fleet_pb2.Telemetry(rss_bytes=320, weight_bytes=200, kv_bytes=20),
     )
     message = admin_pb2.GetStatusResponse(
-        model="tiny", ready=True, devices=[device], pipeline=admin_pb2.PipelineStatus(pipeline_id="p-1", num_slots=8)
+        model="tiny", ready=True, devices=[device], pipelines=[admin_pb2.PipelineStatus(pipeline_id="p-1", num_slots=8)]
     )
     with Client(serve(status=message).address) as client:
         status = client.status()

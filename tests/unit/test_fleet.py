@@ -1,19 +1,27 @@
-"""Membership: leases, ghosts, epochs, and when a pipeline is complete."""
+"""Membership: leases, ghosts, epochs, and when each of several pipelines is complete."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from orchestrator.core.fleet import TRANSITIONS, Fleet, WorkerState
+from orchestrator.core.fleet import TRANSITIONS, Fleet, Member, Placed, WorkerState
+from orchestrator.core.placement import Placement
 from shoal.errors import InternalError
-from shoal.types import Telemetry, WorkerId
+from shoal.types import PipelineId, Telemetry, WorkerId
 from tests.support.builders import make_placement, make_profile
 
 LEASE_S = 3.0
-A, B, C = WorkerId("a"), WorkerId("b"), WorkerId("c")
+A, B, C, D = WorkerId("a"), WorkerId("b"), WorkerId("c"), WorkerId("d")
+P1, P2 = PipelineId("p1"), PipelineId("p2")
+
+
+def place_on(*worker_ids: WorkerId, pipeline_id: PipelineId = P1) -> Placement:
+    return replace(make_placement(*worker_ids), pipeline_id=pipeline_id)
 
 
 def make_fleet(*worker_ids: WorkerId, now: float = 0.0) -> Fleet:
@@ -25,13 +33,36 @@ def make_fleet(*worker_ids: WorkerId, now: float = 0.0) -> Fleet:
     return fleet
 
 
+def assign(fleet: Fleet, *placements: Placement) -> list[int]:
+    """The epochs of those that were not in force."""
+    return [placed.epoch for placed in fleet.assign(placements)]
+
+
+def load_all(fleet: Fleet, *placements: Placement) -> None:
+    """Put these in force, and let all their workers load."""
+    for placed in fleet.assign(placements):
+        for worker_id in placed.placement.worker_ids:
+            fleet.shard_loaded(worker_id, 1, placed.placement.pipeline_id, placed.epoch)
+    assert all(fleet.is_ready(placement.pipeline_id) for placement in placements)
+
+
 def make_ready_fleet(*worker_ids: WorkerId) -> Fleet:
     fleet = make_fleet(*worker_ids)
-    epoch = fleet.assign(make_placement(*worker_ids))
-    for worker_id in worker_ids:
-        fleet.shard_loaded(worker_id, 1, epoch)
-    assert fleet.is_ready
+    load_all(fleet, place_on(*worker_ids))
     return fleet
+
+
+def make_two_ready() -> Fleet:
+    """A and B are p1, C and D p2."""
+    fleet = make_fleet(A, B, C, D)
+    load_all(fleet, place_on(A, B), place_on(C, D, pipeline_id=P2))
+    return fleet
+
+
+def member(fleet: Fleet, worker_id: WorkerId) -> Member:
+    found = fleet.get(worker_id)
+    assert found is not None
+    return found
 
 
 class TestLeases:
@@ -82,7 +113,7 @@ class TestLeases:
     def test_a_heartbeat_changes_nothing_of_a_ready_worker_but_lease_and_telemetry(self) -> None:
         fleet = make_ready_fleet(A, B)
         fleet.heartbeat(A, 1, Telemetry(), 2.0)
-        assert fleet.is_ready
+        assert fleet.is_ready(P1)
 
 
 class TestGhosts:
@@ -91,17 +122,17 @@ class TestGhosts:
         ghost = fleet.attach(A, 2, make_profile("tablet"), 1.0)
         assert ghost is not None
         assert ghost.incarnation == 1
-        (member,) = fleet.members()
-        assert (member.incarnation, member.profile.name, member.state) == (2, "tablet", WorkerState.JOINING)
+        (living,) = fleet.members()
+        assert (living.incarnation, living.profile.name, living.state) == (2, "tablet", WorkerState.JOINING)
 
     def test_events_of_a_ghost_are_refused_and_change_nothing(self) -> None:
         fleet = make_fleet(A)
         fleet.attach(A, 2, make_profile(), 1.0)
-        epoch = fleet.assign(make_placement("a"))
+        (epoch,) = assign(fleet, place_on(A))
         before = fleet.members()
         assert not fleet.heartbeat(A, 1, Telemetry(rss_bytes=9), 2.0)
-        assert not fleet.shard_loaded(A, 1, epoch)
-        assert not fleet.shard_failed(A, 1, epoch)
+        assert not fleet.shard_loaded(A, 1, P1, epoch)
+        assert not fleet.shard_failed(A, 1, P1, epoch)
         assert not fleet.leave(A, 1)
         assert not fleet.detach(A, 1)
         assert fleet.members() == before
@@ -109,81 +140,84 @@ class TestGhosts:
     def test_a_restarted_worker_does_not_hold_the_shard_of_its_ghost(self) -> None:
         fleet = make_ready_fleet(A, B)
         fleet.attach(A, 2, make_profile(), 1.0)
-        assert not fleet.is_ready
-        assert not fleet.shard_loaded(A, 2, fleet.epoch)
-        assert not fleet.is_ready
+        assert not fleet.is_ready(P1)
+        assert not fleet.shard_loaded(A, 2, P1, fleet.epoch)
+        assert not fleet.is_ready(P1)
         fleet.check_invariants()
 
 
 class TestPlacements:
     def test_assigned_workers_load_and_all_others_stand_by(self) -> None:
         fleet = make_fleet(A, B, C)
-        assert fleet.assign(make_placement("a", "b")) == 1
+        assert assign(fleet, place_on(A, B)) == [1]
         assert [fleet.state(key) for key in (A, B, C)] == [
             WorkerState.LOADING,
             WorkerState.LOADING,
             WorkerState.STANDBY,
         ]
-        member = fleet.get(B)
-        assert member is not None
-        assert (member.stage, str(member.layers)) == (1, "[10, 20)")
+        assert (member(fleet, B).pipeline_id, member(fleet, B).stage, str(member(fleet, B).layers)) == (
+            "p1",
+            1,
+            "[10, 20)",
+        )
 
     def test_the_last_shard_to_load_completes_the_pipeline(self) -> None:
         fleet = make_fleet(A, B)
-        epoch = fleet.assign(make_placement("a", "b"))
-        assert not fleet.shard_loaded(B, 1, epoch)
-        assert not fleet.is_ready
-        assert fleet.shard_loaded(A, 1, epoch)
-        assert fleet.is_ready
+        (epoch,) = assign(fleet, place_on(A, B))
+        assert not fleet.shard_loaded(B, 1, P1, epoch)
+        assert not fleet.is_ready(P1)
+        assert fleet.shard_loaded(A, 1, P1, epoch)
+        assert fleet.is_ready(P1)
 
     def test_a_shard_of_an_earlier_epoch_does_not_count(self) -> None:
-        fleet = make_fleet(A)
-        stale = fleet.assign(make_placement("a"))
-        fresh = fleet.assign(make_placement("a"))
+        fleet = make_fleet(A, B)
+        (stale,) = assign(fleet, place_on(A, B))
+        (fresh,) = assign(fleet, place_on(A))
         assert fresh > stale
-        assert not fleet.shard_loaded(A, 1, stale)
-        assert not fleet.is_ready
-        assert fleet.shard_loaded(A, 1, fresh)
+        assert not fleet.shard_loaded(A, 1, P1, stale)
+        assert not fleet.is_ready(P1)
+        assert (member(fleet, B).pipeline_id, member(fleet, B).state) == (None, WorkerState.STANDBY)
+        assert fleet.shard_loaded(A, 1, P1, fresh)
 
     def test_a_shard_reported_twice_completes_nothing_again(self) -> None:
         fleet = make_ready_fleet(A)
-        assert not fleet.shard_loaded(A, 1, fleet.epoch)
-        assert fleet.is_ready
+        assert not fleet.shard_loaded(A, 1, P1, fleet.epoch)
+        assert fleet.is_ready(P1)
 
     def test_a_worker_that_cannot_load_is_on_standby_and_the_pipeline_incomplete(self) -> None:
         fleet = make_fleet(A, B)
-        epoch = fleet.assign(make_placement("a", "b"))
-        assert fleet.shard_failed(A, 1, epoch)
-        assert not fleet.shard_loaded(B, 1, epoch)
+        (epoch,) = assign(fleet, place_on(A, B))
+        assert fleet.shard_failed(A, 1, P1, epoch)
+        assert not fleet.shard_loaded(B, 1, P1, epoch)
         assert fleet.state(A) is WorkerState.STANDBY
         fleet.check_invariants()
 
     def test_a_failure_of_an_earlier_epoch_does_not_count(self) -> None:
-        fleet = make_fleet(A)
-        stale = fleet.assign(make_placement("a"))
-        fleet.assign(make_placement("a"))
-        assert not fleet.shard_failed(A, 1, stale)
+        fleet = make_fleet(A, B)
+        (stale,) = assign(fleet, place_on(A, B))
+        assign(fleet, place_on(A))
+        assert not fleet.shard_failed(A, 1, P1, stale)
         assert fleet.state(A) is WorkerState.LOADING
 
     def test_a_lost_worker_takes_the_pipeline_down(self) -> None:
         fleet = make_ready_fleet(A, B)
         assert fleet.detach(B, 1)
-        assert not fleet.is_ready
+        assert not fleet.is_ready(P1)
         assert fleet.state(A) is WorkerState.READY
         fleet.check_invariants()
 
     def test_a_worker_on_standby_may_be_lost_without_harm(self) -> None:
         fleet = make_fleet(A, B)
-        fleet.shard_loaded(A, 1, fleet.assign(make_placement("a")))
+        load_all(fleet, place_on(A))
         fleet.detach(B, 1)
-        assert fleet.is_ready
+        assert fleet.is_ready(P1)
 
     def test_a_draining_worker_is_placed_no_more(self) -> None:
         fleet = make_ready_fleet(A, B)
         assert fleet.leave(A, 1)
         assert fleet.state(A) is WorkerState.DRAINING
         assert [worker_id for worker_id, _ in fleet.placeable()] == ["b"]
-        assert not fleet.is_ready
+        assert not fleet.is_ready(P1)
 
     def test_leaving_twice_is_the_same_as_once(self) -> None:
         fleet = make_fleet(A)
@@ -195,24 +229,100 @@ class TestPlacements:
         fleet = make_fleet(A)
         fleet.leave(A, 1)
         with pytest.raises(InternalError, match=r"worker a \(incarnation 1, .* draining .* cannot become loading"):
-            fleet.assign(make_placement("a"))
+            assign(fleet, place_on(A))
 
     def test_a_placement_on_a_stranger_is_a_bug(self) -> None:
         with pytest.raises(InternalError, match="worker b is not a member"):
-            make_fleet(A).assign(make_placement("b"))
+            assign(make_fleet(A), place_on(B))
 
-    def test_dissolving_makes_everything_in_force_stale(self) -> None:
+    def test_a_dropped_placement_is_stale_and_its_workers_stand_by(self) -> None:
         fleet = make_ready_fleet(A, B)
-        before = fleet.epoch
-        assert fleet.dissolve() == before + 1
-        assert (fleet.placement, fleet.is_ready) == (None, False)
-        assert {member.state for member in fleet.members()} == {WorkerState.STANDBY}
+        (epoch,) = [placed.epoch for placed in [fleet.placed(P1)] if placed]
+        fleet.drop(P1)
+        assert (fleet.placements, fleet.is_ready(P1), fleet.is_current(P1, epoch)) == ((), False, False)
+        assert {one.state for one in fleet.members()} == {WorkerState.STANDBY}
+        fleet.check_invariants()
+
+    def test_dropping_what_is_not_in_force_changes_nothing(self) -> None:
+        fleet = make_ready_fleet(A)
+        before = fleet.members()
+        fleet.drop(P2)
+        assert fleet.members() == before
 
     def test_members_are_offered_for_placement_in_the_order_they_joined(self) -> None:
         fleet = make_fleet(C, A, B)
-        fleet.assign(make_placement("a", "b"))
+        assign(fleet, place_on(A, B))
         fleet.attach(C, 2, make_profile(), 1.0)
         assert [worker_id for worker_id, _ in fleet.placeable()] == ["a", "b", "c"]
+
+
+class TestSeveralPipelines:
+    def test_each_has_an_epoch_of_its_own(self) -> None:
+        fleet = make_fleet(A, B)
+        first, second = assign(fleet, place_on(A), place_on(B, pipeline_id=P2))
+        assert first != second
+        assert fleet.is_current(P1, first)
+        assert not fleet.is_current(P1, second)
+
+    def test_each_is_complete_by_itself(self) -> None:
+        fleet = make_fleet(A, B, C)
+        first, second = assign(fleet, place_on(A), place_on(B, C, pipeline_id=P2))
+        assert fleet.shard_loaded(A, 1, P1, first)
+        assert not fleet.shard_loaded(B, 1, P2, second)
+        assert (fleet.is_ready(P1), fleet.is_ready(P2)) == (True, False)
+
+    def test_a_shard_counts_for_the_pipeline_its_worker_is_in_alone(self) -> None:
+        fleet = make_fleet(A, B)
+        first, second = assign(fleet, place_on(A), place_on(B, pipeline_id=P2))
+        assert not fleet.shard_loaded(A, 1, P2, second)
+        assert not fleet.shard_loaded(A, 1, P1, second)
+        assert not fleet.shard_failed(B, 1, P1, first)
+        assert {fleet.state(A), fleet.state(B)} == {WorkerState.LOADING}
+
+    def test_a_lost_worker_leaves_the_other_pipeline_as_it_is(self) -> None:
+        fleet = make_two_ready()
+        before = fleet.placed(P2)
+        fleet.detach(A, 1)
+        fleet.drop(P1)
+        assert (fleet.is_ready(P1), fleet.is_ready(P2)) == (False, True)
+        assert fleet.placed(P2) is before
+        assert [fleet.state(key) for key in (A, B, C)] == [WorkerState.GONE, WorkerState.STANDBY, WorkerState.READY]
+        fleet.check_invariants()
+
+    def test_a_worker_that_drains_closes_its_pipeline_alone(self) -> None:
+        fleet = make_two_ready()
+        fleet.leave(D, 1)
+        assert (fleet.is_ready(P1), fleet.is_ready(P2)) == (True, False)
+
+    def test_a_placement_that_stays_keeps_its_epoch_and_its_workers_their_shards(self) -> None:
+        fleet = make_two_ready()
+        kept = fleet.placed(P2)
+        fleet.detach(A, 1)
+        (fresh,) = assign(fleet, place_on(B), place_on(C, D, pipeline_id=P2))
+        assert fleet.placed(P2) is kept
+        assert kept is not None
+        assert fresh > kept.epoch
+        assert (fleet.is_ready(P2), fleet.state(B)) == (True, WorkerState.LOADING)
+
+    def test_a_placement_that_is_not_assigned_again_is_out_of_force(self) -> None:
+        fleet = make_two_ready()
+        assert assign(fleet, place_on(C, D, pipeline_id=P2)) == []
+        assert [one.pipeline_id for one in fleet.placements] == ["p2"]
+        assert (fleet.state(A), member(fleet, A).pipeline_id) == (WorkerState.STANDBY, None)
+        fleet.check_invariants()
+
+    def test_a_worker_may_go_from_one_pipeline_to_the_other(self) -> None:
+        fleet = make_two_ready()
+        assert len(assign(fleet, place_on(A), place_on(B, C, D, pipeline_id=P2))) == 2
+        assert (member(fleet, B).pipeline_id, member(fleet, B).stage) == ("p2", 0)
+        assert {one.state for one in fleet.members()} == {WorkerState.LOADING}
+        fleet.check_invariants()
+
+    def test_a_worker_in_two_placements_breaks_an_invariant(self) -> None:
+        fleet = make_fleet(A, B)
+        assign(fleet, place_on(A, B), place_on(B, pipeline_id=P2))
+        with pytest.raises(AssertionError):
+            fleet.check_invariants()
 
 
 def test_the_table_has_every_state_and_lets_each_member_go() -> None:
@@ -224,12 +334,13 @@ def test_the_table_has_every_state_and_lets_each_member_go() -> None:
 
 def test_a_stage_of_another_placement_breaks_an_invariant() -> None:
     fleet = make_ready_fleet(A, B)
-    fleet._placement = make_placement("b", "a")
+    fleet._placed[P1] = Placed(place_on(B, A), 1)
     with pytest.raises(AssertionError):
         fleet.check_invariants()
 
 
-workers = st.sampled_from((A, B, C))
+workers = st.sampled_from((A, B, C, D))
+pipelines = st.sampled_from((P1, P2))
 incarnations = st.integers(1, 3)
 
 
@@ -243,6 +354,11 @@ class FleetMachine(RuleBasedStateMachine):
         self.loaded: set[WorkerId] = set()
         self.now = 0.0
 
+    @initialize(worker_ids=st.lists(workers, unique=True))
+    def begin(self, worker_ids: list[WorkerId]) -> None:
+        for worker_id in worker_ids:
+            self.attach(worker_id, 1)
+
     @rule(worker_id=workers, incarnation=incarnations)
     def attach(self, worker_id: WorkerId, incarnation: int) -> None:
         self.fleet.attach(worker_id, incarnation, make_profile(), self.now)
@@ -254,7 +370,7 @@ class FleetMachine(RuleBasedStateMachine):
         is_known = self.fleet.heartbeat(worker_id, incarnation, Telemetry(), self.now)
         assert is_known == (self.living.get(worker_id) == incarnation)
 
-    @rule(seconds=st.floats(0.0, 2.0))
+    @rule(seconds=st.sampled_from((0.1, 0.5, 1.6)))
     def wait(self, seconds: float) -> None:
         self.now += seconds
         for worker_id in self.fleet.expire(self.now):
@@ -271,21 +387,42 @@ class FleetMachine(RuleBasedStateMachine):
             if not is_draining:
                 del self.living[worker_id]
 
-    @rule(num_stages=st.integers(1, 3))
-    def assign(self, num_stages: int) -> None:
-        chosen = [worker_id for worker_id, _ in self.fleet.placeable()][:num_stages]
-        before = self.fleet.epoch
-        epoch = self.fleet.assign(make_placement(*chosen)) if chosen else self.fleet.dissolve()
-        assert epoch > before
-        self.loaded.clear()
+    @rule(sizes=st.lists(st.integers(1, 2), max_size=2), is_kept=st.booleans())
+    def assign(self, sizes: list[int], is_kept: bool) -> None:
+        """Place anew, with the first of the placements in force kept if it can be."""
+        kept = [one for one in self.fleet.placements if is_kept][:1]
+        taken = {worker_id for one in kept for worker_id in one.worker_ids}
+        free = [worker_id for worker_id, _ in self.fleet.placeable() if worker_id not in taken]
+        names = (pipeline_id for pipeline_id in (P1, P2) if pipeline_id not in {one.pipeline_id for one in kept})
+        before, fresh = self.fleet.epoch, []
+        for size, pipeline_id in zip(sizes, names, strict=False):
+            chosen, free = free[:size], free[size:]
+            if chosen:
+                fresh.append(place_on(*chosen, pipeline_id=pipeline_id))
+        in_force = self.fleet.placements
+        begun = self.fleet.assign([*kept, *fresh])
+        assert [placed.placement for placed in begun] == [one for one in fresh if one not in in_force]
+        assert all(placed.epoch > before for placed in begun)
+        lasting = {worker_id for one in in_force if one in [*kept, *fresh] for worker_id in one.worker_ids}
+        self.loaded &= lasting
 
-    @rule(worker_id=workers, incarnation=incarnations, age=st.integers(0, 1))
-    def load(self, worker_id: WorkerId, incarnation: int, age: int) -> None:
+    @rule(pipeline_id=pipelines)
+    def drop(self, pipeline_id: PipelineId) -> None:
+        placed = self.fleet.placed(pipeline_id)
+        self.fleet.drop(pipeline_id)
+        if placed is not None:
+            self.loaded -= set(placed.placement.worker_ids)
+
+    @rule(worker_id=workers, incarnation=incarnations, pipeline_id=pipelines, age=st.integers(0, 1))
+    def load(self, worker_id: WorkerId, incarnation: int, pipeline_id: PipelineId, age: int) -> None:
         is_loading = self.fleet.state(worker_id) is WorkerState.LOADING
-        is_complete = self.fleet.shard_loaded(worker_id, incarnation, self.fleet.epoch - age)
-        if is_loading and age == 0 and self.living.get(worker_id) == incarnation:
+        placed, found = self.fleet.placed(pipeline_id), self.fleet.get(worker_id)
+        epoch = 0 if placed is None else placed.epoch - age
+        is_complete = self.fleet.shard_loaded(worker_id, incarnation, pipeline_id, epoch)
+        is_its_own = found is not None and found.pipeline_id == pipeline_id
+        if is_loading and is_its_own and age == 0 and self.living.get(worker_id) == incarnation:
             self.loaded.add(worker_id)
-            assert is_complete == self.fleet.is_ready
+            assert is_complete == self.fleet.is_ready(pipeline_id)
         else:
             assert not is_complete
 
@@ -293,10 +430,9 @@ class FleetMachine(RuleBasedStateMachine):
     def holds(self) -> None:
         self.fleet.check_invariants()
         assert {member.worker_id: member.incarnation for member in self.fleet.members()} == self.living
-        placement = self.fleet.placement
-        wanted = set() if placement is None else {stage.worker_id for stage in placement.stages}
-        assert self.fleet.is_ready == bool(wanted and wanted == self.loaded)
+        for placement in self.fleet.placements:
+            assert self.fleet.is_ready(placement.pipeline_id) == (set(placement.worker_ids) <= self.loaded)
 
 
 TestFleetEvents = FleetMachine.TestCase
-TestFleetEvents.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+TestFleetEvents.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -7,15 +7,16 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from launch.local import Child, LocalFleet, to_flags, to_toml
-from launch.profiles import load_profile
+from launch.profiles import load_profile, shipped_names
 from shoal.config import Config, OrchestratorConfig, WorkerConfig
 from shoal.errors import ConfigError, LaunchFailed
-from shoal.types import DeviceProfile, LinkProfile
+from shoal.types import BatteryModel, DeviceLimits, DeviceMode, DeviceProfile, LinkProfile, ThermalModel
 
 SOME_PROFILE = DeviceProfile(
     name='old "phone"',
@@ -24,9 +25,24 @@ SOME_PROFILE = DeviceProfile(
     speed=0.5,
     num_threads=2,
     max_batch=4,
+    poll_ms=2.5,
     allow_direct_links=False,
     link=LinkProfile(5.0, 20.0),
     is_emulated=True,
+    mode=DeviceMode.LATENCY,
+    fallback_timeout_ms=75.0,
+    limits=DeviceLimits(
+        moderate_c=50.0,
+        hot_c=60.0,
+        critical_c=70.5,
+        low_battery_percent=20.0,
+        critical_battery_percent=10.0,
+        busy_load=0.5,
+        max_batch=(4, 2, 2, 1),
+        steps_per_s=(0.0, 8.0, 4.0, 0.5),
+    ),
+    thermal=ThermalModel(ambient_c=30.0, heat_c_per_s=0.5, cooling_per_s=0.02),
+    battery=BatteryModel(capacity_wh=15.0, start_percent=80.0, active_w=4.0, idle_w=0.8),
 )
 
 
@@ -61,6 +77,49 @@ def test_a_fleet_on_all_addresses_is_reached_on_this_machine(tmp_path: Path) -> 
     assert fleet.address == "127.0.0.1:7"
 
 
+def worker_flags(fleet: LocalFleet, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """The command line of each worker that a fleet would start."""
+    commands: dict[str, list[str]] = {}
+
+    def keep(_: LocalFleet, name: str, args: list[str], profile: DeviceProfile | None = None) -> None:
+        if profile is not None:
+            commands[name] = args
+
+    monkeypatch.setattr(LocalFleet, "_start_child", keep)
+    fleet.start()
+    return commands
+
+
+def test_a_mode_behind_a_device_goes_before_that_of_its_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(to_toml(replace(SOME_PROFILE, name="own")), encoding="utf-8")
+
+    commands = worker_flags(make_fleet(tmp_path, ["phone", "tablet:latency", f"{path}:throughput"]), monkeypatch)
+
+    assert list(commands) == ["phone-1", "tablet-1", "own-1"]
+    assert {"--profile=phone", "--mode="} <= set(commands["phone-1"])
+    assert {"--profile=tablet", "--mode=latency"} <= set(commands["tablet-1"])
+    assert {f"--profile={path}", "--mode=throughput"} <= set(commands["own-1"])
+
+
+def test_a_colon_in_a_path_is_no_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a:b" / "c:d.toml"
+    path.parent.mkdir()
+    path.write_text(to_toml(replace(SOME_PROFILE, name="own")), encoding="utf-8")
+
+    commands = worker_flags(make_fleet(tmp_path, [str(path), f"{path}:mixed"]), monkeypatch)
+
+    assert {f"--profile={path}", "--mode="} <= set(commands["own-1"])
+    assert {f"--profile={path}", "--mode=mixed"} <= set(commands["own-2"])
+
+
+def test_a_mode_that_does_not_exist_is_refused_with_those_that_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'fast' is not a mode; it must be one of mixed, latency, throughput"):
+        make_fleet(tmp_path, ["phone:fast"])
+
+
 def test_a_fleet_of_no_devices_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="at least one device"):
         make_fleet(tmp_path, [])
@@ -86,11 +145,35 @@ def test_flags_say_all_of_a_configuration(config: Config) -> None:
     assert "--split=12,18" in flags or "--worker-id=a b" in flags
 
 
-def test_a_profile_is_read_back_from_its_file_as_it_was(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "profile", [SOME_PROFILE, DeviceProfile(name="plain", kind="box", memory_bytes=2**20)], ids=str
+)
+def test_a_profile_is_read_back_from_its_file_as_it_was(tmp_path: Path, profile: DeviceProfile) -> None:
     path = tmp_path / "profile.toml"
-    path.write_text(to_toml(SOME_PROFILE), encoding="utf-8")
+    path.write_text(to_toml(profile), encoding="utf-8")
 
-    assert load_profile(str(path)) == SOME_PROFILE
+    assert load_profile(str(path)) == profile
+
+
+@pytest.mark.parametrize("name", shipped_names())
+def test_a_shipped_profile_is_read_back_from_its_file_as_it_was(tmp_path: Path, name: str) -> None:
+    profile, path = load_profile(name), tmp_path / "profile.toml"
+    path.write_text(to_toml(profile), encoding="utf-8")
+    whole_mib = profile.memory_bytes // 2**20 * 2**20
+
+    assert load_profile(str(path)) == replace(profile, memory_bytes=whole_mib)
+
+
+def test_the_example_profile_sets_everything_to_something_else_than_the_default() -> None:
+    plain = DeviceProfile(name="", kind="", memory_bytes=0)
+    tables = ("limits", "link", "thermal", "battery")
+    set_to = {name: value for name, value in asdict(SOME_PROFILE).items() if name not in tables}
+    default = {name: value for name, value in asdict(plain).items() if name not in tables}
+    for table in tables:
+        set_to |= {f"{table}.{name}": value for name, value in asdict(getattr(SOME_PROFILE, table)).items()}
+        default |= {f"{table}.{name}": value for name, value in asdict(getattr(plain, table)).items()}
+    same = [name for name, value in set_to.items() if value == default[name]]
+    assert same == []
 
 
 def test_a_child_that_ended_is_named_with_its_last_words(tmp_path: Path) -> None:

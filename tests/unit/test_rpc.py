@@ -287,7 +287,7 @@ def test_a_layer_range_survives_the_wire(layers: LayerRange | None) -> None:
 
 @pytest.mark.parametrize("qos", QosClass)
 def test_a_qos_class_survives_the_wire(qos: QosClass) -> None:
-    assert rpc.qos_from_proto(rpc.qos_to_proto(qos)) is qos
+    assert rpc.qos_from_proto(rpc.qos_to_proto(qos), QosClass.BALANCED) is qos
 
 
 @pytest.mark.parametrize("reason", FinishReason)
@@ -295,14 +295,14 @@ def test_a_finish_reason_survives_the_wire(reason: FinishReason) -> None:
     assert rpc.finish_from_proto(rpc.finish_to_proto(reason)) is reason
 
 
-def test_an_unspecified_qos_class_is_balanced() -> None:
-    assert rpc.qos_from_proto(types_pb2.QOS_CLASS_UNSPECIFIED) is QosClass.BALANCED
+def test_an_unspecified_qos_class_is_the_one_of_the_configuration() -> None:
+    assert rpc.qos_from_proto(types_pb2.QOS_CLASS_UNSPECIFIED, QosClass.THROUGHPUT) is QosClass.THROUGHPUT
 
 
 def test_a_qos_class_of_a_later_version_is_refused() -> None:
     unknown: Any = 17
 
     with pytest.raises(errors.InvalidRequest) as caught:
-        rpc.qos_from_proto(unknown)
+        rpc.qos_from_proto(unknown, QosClass.BALANCED)
 
     assert caught.value.field == "qos_class"

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from orchestrator.core.batch import Batch, BatchRow, Emitted, EndedSequence, SampledId
 from orchestrator.core.limits import SchedulerLimits
-from orchestrator.core.scheduler import (
-    MANY_BURST_STEPS,
-    Batch,
-    BatchRow,
-    Emitted,
-    EndedSequence,
-    SampledId,
-    Scheduler,
-)
-from orchestrator.core.sequence import Sequence, SequenceState
+from orchestrator.core.scheduler import SHORT_BURST_STEPS, Scheduler
+from orchestrator.core.sequence import RunId, Sequence, SequenceState
 from shoal.errors import ContextExceeded, Overloaded
 from shoal.types import FinishReason, NumericClass, SequenceId, SlotId
 from tests.support.builders import STOP_ID, TOKEN_ID, make_limits, make_sequence, sampled_ids, start_decoding
@@ -29,7 +22,8 @@ def schedule_all(scheduler: Scheduler, now: float = 0.0) -> list[Batch]:
 
 
 def ids(batch: Batch) -> list[int]:
-    return [row.sequence_id for row in batch.rows]
+    """The runs of a batch: where none is preempted, they have the numbers of their sequences."""
+    return [row.run_id for row in batch.rows]
 
 
 def sizes(batches: list[Batch]) -> list[list[int]]:
@@ -134,7 +128,7 @@ class TestPrefill:
         scheduler = Scheduler(make_limits())
         scheduler.submit(make_sequence(num_prompt=3), 0.0)
         (batch,) = schedule_all(scheduler)
-        assert batch.rows == (BatchRow(SequenceId(1), SlotId(0), 0, 3, (100, 101, 102), True, True),)
+        assert batch.rows == (BatchRow(RunId(1), SlotId(0), 0, 3, (100, 101, 102), True, True),)
         assert (batch.num_decode_rows, batch.burst_steps, batch.is_solo) == (0, 0, False)
 
     def test_chunks_of_a_long_prompt_are_in_flight_together_and_only_the_last_is_sampled(self) -> None:
@@ -185,7 +179,7 @@ class TestPrefill:
         assert scheduler.commit(second.step, sampled_ids(second), 0, 0.0) == [Emitted(SequenceId(1), 0, TOKEN_ID, None)]
         assert sequence.state is SequenceState.DECODE
         (batch,) = schedule_all(scheduler)
-        assert batch.rows == (BatchRow(SequenceId(1), SlotId(0), 100, 1, (TOKEN_ID,), True, False),)
+        assert batch.rows == (BatchRow(RunId(1), SlotId(0), 100, 1, (TOKEN_ID,), True, False),)
 
     def test_a_chunk_reported_late_does_not_put_its_sequence_into_a_second_batch(self) -> None:
         scheduler = Scheduler(make_limits(num_stages=2))
@@ -201,9 +195,9 @@ class TestPrefill:
 class TestDecode:
     def test_decode_rows_come_before_chunks_and_share_their_budget(self) -> None:
         scheduler = decoding(make_limits(), SHARED, SHARED)
-        scheduler.submit(make_sequence(9, num_prompt=200), 0.0)
+        scheduler.submit(make_sequence(3, num_prompt=200), 0.0)
         batch = schedule_all(scheduler)[0]
-        assert ids(batch) == [1, 2, 9]
+        assert ids(batch) == [1, 2, 3]
         assert [row.num_tokens for row in batch.rows] == [1, 1, 62]
         assert batch.num_decode_rows == 2
 
@@ -252,8 +246,8 @@ class TestSolo:
 
     def test_no_chunk_joins_a_solo_row(self) -> None:
         scheduler = decoding(make_limits(), SOLO)
-        scheduler.submit(make_sequence(9), 0.0)
-        assert [ids(batch) for batch in schedule_all(scheduler)] == [[1], [9]]
+        scheduler.submit(make_sequence(2), 0.0)
+        assert [ids(batch) for batch in schedule_all(scheduler)] == [[1], [2]]
 
     def test_chunks_of_solo_sequences_are_like_all_others(self) -> None:
         scheduler = Scheduler(make_limits())
@@ -290,13 +284,13 @@ class TestBurst:
     def test_nobody_gets_a_burst_while_a_prompt_is_being_computed(self) -> None:
         scheduler = decoding(make_limits(burst_steps=16, num_stages=2), SHARED)
         (burst,) = schedule_all(scheduler)
-        scheduler.submit(make_sequence(9), 0.0)
+        scheduler.submit(make_sequence(2), 0.0)
         (prefill,) = schedule_all(scheduler)
         scheduler.commit(burst.step, sampled_ids(burst), 0, 0.0)
-        assert ids(prefill) == [9]
+        assert ids(prefill) == [2]
         assert schedule_all(scheduler)[0].burst_steps == 0
 
-    @pytest.mark.parametrize(("allowed", "burst_steps"), [(16, MANY_BURST_STEPS - 1), (2, 1), (1, 0)])
+    @pytest.mark.parametrize(("allowed", "burst_steps"), [(16, SHORT_BURST_STEPS - 1), (2, 1), (1, 0)])
     def test_more_than_two_streams_get_short_bursts(self, allowed: int, burst_steps: int) -> None:
         scheduler = decoding(make_limits(burst_steps=allowed), SHARED, SHARED, SHARED)
         assert schedule_all(scheduler)[0].burst_steps == burst_steps
@@ -322,8 +316,8 @@ class TestBurst:
     def test_the_others_of_a_burst_go_on_when_one_of_them_stops(self) -> None:
         scheduler = decoding(make_limits(burst_steps=16), SHARED, SHARED)
         (batch,) = schedule_all(scheduler)
-        scheduler.commit(batch.step, [SampledId(SequenceId(1), STOP_ID), SampledId(SequenceId(2), TOKEN_ID)], 14, 0.0)
-        late = [SampledId(SequenceId(1), TOKEN_ID), SampledId(SequenceId(2), TOKEN_ID)]
+        scheduler.commit(batch.step, [SampledId(RunId(1), STOP_ID), SampledId(RunId(2), TOKEN_ID)], 14, 0.0)
+        late = [SampledId(RunId(1), TOKEN_ID), SampledId(RunId(2), TOKEN_ID)]
         assert [one.sequence_id for one in scheduler.commit(batch.step, late, 13, 0.0)] == [2]
         scheduler.check_invariants()
 
@@ -335,7 +329,7 @@ class TestEnd:
         emitted = scheduler.commit(batch.step, sampled_ids(batch, STOP_ID), 0, 0.0)
         assert emitted == [Emitted(SequenceId(1), 1, STOP_ID, FinishReason.STOP)]
         assert (scheduler.used_slots, scheduler.used_kv_tokens) == (0, 0)
-        assert scheduler.take_ended() == [EndedSequence(SequenceId(1), SlotId(0))]
+        assert scheduler.take_ended() == [EndedSequence(RunId(1), SlotId(0))]
 
     def test_an_answer_of_one_token_ends_with_its_prefill(self) -> None:
         scheduler, sequence = Scheduler(make_limits()), make_sequence(max_tokens=1)
@@ -384,7 +378,7 @@ class TestEnd:
     def test_a_token_for_a_sequence_that_is_not_in_the_batch_is_ignored(self) -> None:
         scheduler = decoding(make_limits(num_stages=2, max_batch=1), SHARED, SHARED)
         first, _ = schedule_all(scheduler)
-        assert scheduler.commit(first.step, [SampledId(SequenceId(2), TOKEN_ID)], 1, 0.0) == []
+        assert scheduler.commit(first.step, [SampledId(RunId(2), TOKEN_ID)], 1, 0.0) == []
 
     def test_an_unknown_step_is_ignored(self) -> None:
         scheduler = decoding(make_limits(), SHARED)
@@ -397,7 +391,7 @@ class TestEnd:
         scheduler = decoding(make_limits(num_stages=2, max_batch=1), SHARED, SHARED)
         first, second = schedule_all(scheduler)
         assert scheduler.fail_step(first.step, 0.0) == [1]
-        assert scheduler.take_ended() == [EndedSequence(SequenceId(1), SlotId(0))]
+        assert scheduler.take_ended() == [EndedSequence(RunId(1), SlotId(0))]
         scheduler.check_invariants()
         assert [one.sequence_id for one in scheduler.commit(second.step, sampled_ids(second), 0, 0.0)] == [2]
 
@@ -408,19 +402,23 @@ class TestEnd:
         scheduler.fail_step(batch.step, 0.0)
         assert (sequence.state, sequence.finish_reason) == (SequenceState.FINISHED, None)
 
-    def test_a_lost_pipeline_releases_running_and_waiting_and_tells_no_stage(self) -> None:
+    def test_a_lost_pipeline_gives_up_the_running_and_the_waiting_and_tells_no_stage(self) -> None:
         scheduler = decoding(make_limits(num_slots=1), SHARED)
         (batch,) = schedule_all(scheduler)
         scheduler.submit(make_sequence(2), 0.0)
-        assert scheduler.release_all() == [1, 2]
+        lost = scheduler.take_all(5.0)
         scheduler.check_invariants()
+        assert [(one.sequence_id, one.state, one.num_preemptions) for one in lost] == [
+            (1, SequenceState.WAITING, 0),
+            (2, SequenceState.WAITING, 0),
+        ]
         assert (scheduler.has_work, scheduler.used_kv_tokens, scheduler.take_ended()) == (False, 0, [])
-        assert scheduler.commit(batch.step, sampled_ids(batch), 0, 0.0) == []
+        assert scheduler.commit(batch.step, sampled_ids(batch), 0, 5.0) == []
 
     def test_steps_keep_rising_after_a_lost_pipeline(self) -> None:
         scheduler = decoding(make_limits(), SHARED)
         (before,) = schedule_all(scheduler)
-        scheduler.release_all()
+        scheduler.take_all(0.0)
         scheduler.submit(make_sequence(2), 0.0)
         (after,) = schedule_all(scheduler)
         assert after.step > before.step

@@ -1,0 +1,230 @@
+"""The report of a run: JSON for programs, and one HTML file for people that needs nothing beside it.
+
+Owns the format of the JSON and what the page says. Figures come from `statistics`, rows of text from `tables`, pictures from
+`plots` (imported when a page is wanted: matplotlib is an extra). Called by the command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from dataclasses import dataclass
+from datetime import datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from loadtest import tables
+from loadtest.plan import Plan, Record, RunResult
+from loadtest.ramp import Ramp, RampEnd
+from loadtest.runner import INTERRUPTED, RUN_TIMEOUT, Ending, Outcome
+from loadtest.statistics import MIN_P99_SAMPLES, Statistics, summarize
+from loadtest.targets import INSTALL_HINT
+from shoal.errors import ConfigError
+
+if TYPE_CHECKING:
+    from loadtest.plots import Picture
+
+NEEDS_MATPLOTLIB = f"a page has pictures by matplotlib, which is not there; {INSTALL_HINT}"
+FORMAT = "shoal-load-report"
+# Rises whenever a field changes its meaning or goes; new fields alone do not raise it.
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A run with its figures. created_at: with a time zone. good_share: what the ramp asked for, if there is one."""
+
+    outcome: Outcome
+    statistics: Statistics
+    created_at: datetime
+    shoal_version: str
+    ramp: Ramp | None = None
+    good_share: float = 1.0
+
+    @property
+    def result(self) -> RunResult:
+        return self.outcome.result
+
+
+def make_report(
+    outcome: Outcome, *, created_at: datetime, shoal_version: str, ramp: Ramp | None = None, good_share: float = 1.0
+) -> Report:
+    return Report(outcome, summarize(outcome.result), created_at, shoal_version, ramp, good_share)
+
+
+def warnings(report: Report) -> list[str]:
+    """What a reader has to know before the figures: each a sentence."""
+    statistics = report.statistics
+    said = _shortfalls(report)
+    if not statistics.overall.num_ok:
+        said.append("No request ended well.")
+    said += [
+        f"Some of this is the harness's doing, not the server's: {reason}." for reason in statistics.client.reasons
+    ]
+    rough = [group.name for group in statistics.by_class if group.ttft is not None and group.ttft.is_p99_rough]
+    if rough:
+        classes = ", ".join(rough)
+        said.append(
+            f"Fewer than {MIN_P99_SAMPLES} answers of class {classes}: their p99 is little more than the slowest."
+        )
+    return said
+
+
+def _shortfalls(report: Report) -> list[str]:
+    if report.ramp is not None and report.ramp.end is RampEnd.NONE_HOLDS:
+        return ["No rate held its objectives; the figures are of the last one, which was cut short when that was sure."]
+    if report.outcome.ending is Ending.COMPLETE:
+        return []
+    why = "it was interrupted" if report.outcome.ending is Ending.INTERRUPTED else "its time was up"
+    num_planned = len(report.result.plan.requests)
+    num_ended = sum(record.error not in (RUN_TIMEOUT, INTERRUPTED) for record in report.result.records)
+    return [f"This is a part of what was planned: {num_ended} of {num_planned} requests ended before {why}."]
+
+
+def to_jsonable(report: Report, *, with_records: bool = False) -> dict[str, Any]:
+    """All of a report as JSON's values; with_records: with an entry for each request, its text left out."""
+    result = report.result
+    fields: dict[str, Any] = {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "created_at": report.created_at.isoformat(timespec="seconds"),
+        "shoal_version": report.shoal_version,
+        "command": result.command,
+        "machine": result.machine,
+        "target": result.target,
+        "ending": report.outcome.ending.value,
+        "warnings": warnings(report),
+        "plan": _plan_fields(result.plan),
+        "statistics": report.statistics.to_jsonable(),
+        "served_by": _counts_by_pipeline(result),
+        "ramp": None if report.ramp is None else _ramp_fields(report.ramp, report.good_share),
+    }
+    return fields | ({"records": [_record_fields(record) for record in result.records]} if with_records else {})
+
+
+def write_report(path: Path, report: Report, *, with_records: bool = False) -> None:
+    _write(path, json.dumps(to_jsonable(report, with_records=with_records), indent=1, allow_nan=False) + "\n")
+
+
+def write_html(path: Path, report: Report) -> None:
+    """Raises ConfigError if matplotlib is not installed."""
+    _write(path, to_html(report))
+
+
+def can_draw() -> bool:
+    """Whether the pictures of a page can be drawn here."""
+    return find_spec("matplotlib") is not None
+
+
+def to_html(report: Report) -> str:
+    """The page. Raises ConfigError if matplotlib is not installed."""
+    if not can_draw():
+        raise ConfigError(NEEDS_MATPLOTLIB)
+    from loadtest import plots
+
+    environment = Environment(
+        loader=PackageLoader("loadtest"),
+        # What servers and users say is text, never markup.
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    result, statistics = report.result, report.statistics
+    pictures = plots.draw_run(result) if result.records else []
+    groups = [statistics.overall, *statistics.by_class]
+    return environment.get_template("report.html").render(
+        report=report,
+        result=result,
+        statistics=statistics,
+        warnings=warnings(report),
+        pictures=[_shown(picture) for picture in pictures],
+        by_class=tables.figures(groups),
+        by_tenant=tables.figures(statistics.by_tenant),
+        by_stream=tables.figures(statistics.by_stream),
+        objectives=tables.objectives(statistics),
+        errors=tables.errors(result.records),
+        served_by=tables.served_by(result.records),
+        fairness=tables.fairness(statistics),
+        client=tables.client(statistics),
+        ramp_table=tables.probes(report.ramp.probes) if report.ramp else None,
+        ramp_picture=_shown(plots.draw_ramp(report.ramp, report.good_share)) if report.ramp else None,
+        tiles=_tiles(report),
+    )
+
+
+def _shown(picture: Picture) -> tuple[Markup, str]:
+    # Not escaped: it was made here, by a library that escapes what it is given.
+    return Markup(picture.svg), picture.caption
+
+
+def _tiles(report: Report) -> list[tuple[str, str]]:
+    """The few figures that come first."""
+    overall, ramp = report.statistics.overall, report.ramp
+    found = [("requests/s that hold", tables.format_rate(ramp.best_per_s))] if ramp else []
+    return [
+        *found,
+        ("met their SLO", tables.format_share(overall.good_share)),
+        ("TTFT p99", tables.format_s(overall.ttft.p99_s if overall.ttft else None)),
+        ("TPOT p99", tables.format_s(overall.tpot.p99_s if overall.tpot else None)),
+        ("tokens/s in all", tables.format_rate(overall.tokens_per_s)),
+        ("failed", f"{overall.num_requests - overall.num_ok} of {overall.num_requests}"),
+    ]
+
+
+def _plan_fields(plan: Plan) -> dict[str, Any]:
+    return {
+        "description": plan.description,
+        "seed": plan.seed,
+        "concurrency": plan.concurrency,
+        "num_requests": len(plan.requests),
+    }
+
+
+def _counts_by_pipeline(result: RunResult) -> dict[str, int]:
+    counts = Counter(record.served_by for record in result.records if record.served_by)
+    return dict(sorted(counts.items()))
+
+
+def _ramp_fields(ramp: Ramp, good_share: float) -> dict[str, Any]:
+    return {
+        "best_per_s": ramp.best_per_s,
+        "end": ramp.end.value,
+        "good_share": good_share,
+        "probes": [dataclasses.asdict(probe) for probe in ramp.probes],
+    }
+
+
+def _record_fields(record: Record) -> dict[str, Any]:
+    request = record.request
+    return {
+        "number": request.number,
+        "class": request.qos.value,
+        "tenant": request.tenant,
+        "stream": request.stream,
+        "after": request.after,
+        "max_tokens": request.max_tokens,
+        "due_s": record.due_s,
+        "sent_at_s": record.sent_at_s,
+        "ended_at_s": record.ended_at_s,
+        "token_at_s": list(record.token_at_s),
+        "prompt_tokens": record.prompt_tokens,
+        "completion_tokens": record.completion_tokens,
+        "finish": record.finish,
+        "error": record.error,
+        "message": record.message,
+        "served_by": record.served_by,
+        "num_preemptions": record.num_preemptions,
+    }
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file at once: whoever reads it finds the old one or the whole new one."""
+    draft = path.with_name(path.name + ".part")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)

@@ -1,0 +1,304 @@
+"""What a load is made of: streams of requests of a class and tenant, their lengths, shared prefixes and turns.
+
+Decides what a workload file (TOML) may say; shipped ones are in `loadtest/data/workloads`, found by name, a user's own by
+its path. Knows nothing of arrivals, texts or targets: `scenarios` makes plans of a Workload, the command line loads it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+from loadtest.amounts import Amount, Shape, fixed
+from loadtest.plan import Slo
+from loadtest.prompts import NUM_SERIAL_WORDS
+from shoal.errors import ConfigError
+from shoal.types import QosClass
+
+# Source: MLPerf LoadGen, mlperf.conf of llama3.1-8b: interactive 500/30 ms and server 2000/100 ms, offline none.
+DEFAULT_SLOS = {
+    QosClass.LATENCY: Slo(ttft_s=0.5, tpot_s=0.03),
+    QosClass.BALANCED: Slo(ttft_s=2.0, tpot_s=0.1),
+    QosClass.THROUGHPUT: Slo(),
+}
+
+# A shorter prompt could not be unlike every other.
+MIN_PROMPT_TOKENS = NUM_SERIAL_WORDS + 1
+MAX_TOKENS = 131_072
+MAX_TURNS = 100
+# What a phone lab's models take at ease; longer conversations end early.
+DEFAULT_MAX_PROMPT_TOKENS = 1024
+# Time to read a short answer and type the next question (assumption).
+DEFAULT_THINK_S = 5.0
+
+
+ONE_TURN = fixed(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Requests of one kind.
+
+    share: of all requests, in any unit. prefix_tokens come first in every prompt, one of num_prefixes texts for each
+    conversation; prompt_tokens are a turn's own. A turn's prompt is all that was said before, words of the planned length
+    standing in for answers, and then its own. It is due think_s after the turn before, or later. A conversation ends
+    early where its next prompt would be longer than max_prompt_tokens. max_tokens_per_s: pacing, 0 for none.
+    """
+
+    name: str
+    prompt_tokens: Amount
+    output_tokens: Amount
+    share: float = 1.0
+    qos: QosClass = QosClass.BALANCED
+    tenant: str = ""
+    prefix_tokens: int = 0
+    num_prefixes: int = 1
+    turns: Amount = ONE_TURN
+    think_s: float = DEFAULT_THINK_S
+    max_prompt_tokens: int = DEFAULT_MAX_PROMPT_TOKENS
+    max_tokens_per_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Streams that make a load together. rate_per_s: of all requests, where the file gives rates; None if it gives shares.
+
+    slos: of every class; what the file does not mention is as in DEFAULT_SLOS.
+    """
+
+    name: str
+    streams: tuple[Stream, ...]
+    slos: dict[QosClass, Slo]
+    description: str = ""
+    rate_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """What a field may hold: its TOML types, its allowed values in words, and the check of them."""
+
+    types: tuple[type, ...]
+    allowed: str
+    is_allowed: Callable[[Any], bool]
+
+
+def _whole(least: int, most: int, unit: str = "") -> _Rule:
+    unit = f" of {unit}" if unit else ""
+    return _Rule((int,), f"a whole number{unit} from {least} to {most}", lambda number: least <= number <= most)
+
+
+def _number(allowed: str, is_allowed: Callable[[Any], bool]) -> _Rule:
+    return _Rule((int, float), allowed, is_allowed)
+
+
+_CLASSES = tuple(qos.value for qos in QosClass)
+_SHAPES = tuple(shape.value for shape in Shape)
+_MILLISECONDS = _number("a number of milliseconds, or 0 for none", lambda limit: 0.0 <= limit < math.inf)
+_TEXT = _Rule((str,), "a text that is not empty", bool)
+# Lengths are amounts: they have rules of their own.
+_ANY = _Rule((int, dict), "a whole number or a table", lambda _: True)
+
+_WORKLOAD_RULES = {
+    "name": _TEXT,
+    "description": _Rule((str,), "a text", lambda _: True),
+    "stream": _Rule((list,), "tables [[stream]], at least one", lambda tables: bool(tables)),
+    "slo": _Rule((dict,), "tables [slo.CLASS] with CLASS one of " + ", ".join(_CLASSES), lambda _: True),
+}
+_STREAM_RULES = {
+    "name": _TEXT,
+    "share": _number("a number above 0", lambda share: 0.0 < share < math.inf),
+    "rate_per_s": _number("a number of requests per second above 0", lambda rate: 0.0 < rate < math.inf),
+    "qos": _Rule((str,), "one of " + ", ".join(_CLASSES), lambda qos: qos in _CLASSES),
+    "tenant": _Rule((str,), "at most 64 printable characters", lambda name: len(name) <= 64 and name.isprintable()),
+    "prompt_tokens": _ANY,
+    "output_tokens": _ANY,
+    "turns": _ANY,
+    "prefix_tokens": _whole(0, MAX_TOKENS, "tokens"),
+    "num_prefixes": _whole(1, 10_000),
+    "think_s": _number("a number of seconds, 0 or more", lambda seconds: 0.0 <= seconds < math.inf),
+    "max_prompt_tokens": _whole(MIN_PROMPT_TOKENS, MAX_TOKENS, "tokens"),
+    "max_tokens_per_s": _number("a number from 0 (no pacing) to 1000", lambda rate: 0.0 <= rate <= 1000.0),
+}
+_SLO_RULES = {"ttft_ms": _MILLISECONDS, "tpot_ms": _MILLISECONDS, "e2e_ms": _MILLISECONDS}
+_FIELDS_OF_SHAPE = {
+    Shape.FIXED: ("tokens",),
+    Shape.UNIFORM: ("min", "max"),
+    Shape.LOGNORMAL: ("median", "sigma", "min", "max"),
+}
+_REQUIRED = ("name", "prompt_tokens", "output_tokens")
+
+
+def shipped_workloads() -> tuple[str, ...]:
+    """Return the names of the workloads that come with Shoal."""
+    names = (entry.name for entry in _shipped().iterdir())
+    return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml")))
+
+
+def load_workload(name_or_path: str) -> Workload:
+    """Read a shipped workload by name, or a file whose path has a separator or ends in .toml.
+
+    Raises ConfigError that names the file, the field and what it may be.
+    """
+    is_path = name_or_path.endswith(".toml") or "/" in name_or_path or os.sep in name_or_path
+    entry = Path(name_or_path) if is_path else _shipped().joinpath(f"{name_or_path}.toml")
+    try:
+        text = entry.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"there is no workload {name_or_path!r}; shipped are {', '.join(shipped_workloads())}, or give the path of a "
+            ".toml file",
+            field="workload",
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{entry}: cannot be read: {error}", field="workload") from error
+    return parse_workload(text, str(entry))
+
+
+def parse_workload(text: str, where: str) -> Workload:
+    """Read a workload from TOML; where: what to call the file in errors. Raises ConfigError as load_workload()."""
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{where}: not valid TOML: {error}") from error
+    _check(where, content, _WORKLOAD_RULES, prefix="")
+    _require(where, content, ("name", "stream"), _WORKLOAD_RULES, prefix="")
+    tables = content["stream"]
+    names = [_stream_name(where, number, table) for number, table in enumerate(tables, start=1)]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"{where}: stream.name: two streams have one name; each needs its own", field="stream.name")
+    shares, rate_per_s = _shares(where, tables)
+    return Workload(
+        name=content["name"],
+        description=content.get("description", ""),
+        streams=tuple(_stream(where, table, share) for table, share in zip(tables, shares, strict=True)),
+        slos=_slos(where, content.get("slo", {})),
+        rate_per_s=rate_per_s,
+    )
+
+
+def _shipped() -> Traversable:
+    return files("loadtest").joinpath("data", "workloads")
+
+
+def _check(where: str, content: Mapping[str, Any], rules: Mapping[str, _Rule], *, prefix: str) -> None:
+    for key, value in content.items():
+        name = prefix + key
+        if key not in rules:
+            raise ConfigError(
+                f"{where}: {name} is not a field of a workload; fields are {', '.join(rules)}", field=name
+            )
+        # bool is an int to isinstance, but `turns = true` is a mistake.
+        if type(value) not in rules[key].types or not rules[key].is_allowed(value):
+            shown = str(value).lower() if isinstance(value, bool) else repr(value)
+            raise _not_allowed(where, name, shown, rules[key].allowed)
+
+
+def _require(
+    where: str, content: Mapping[str, Any], names: tuple[str, ...], rules: Mapping[str, _Rule], *, prefix: str
+) -> None:
+    for name in names:
+        if name not in content:
+            raise ConfigError(
+                f"{where}: {prefix}{name} is missing; it must be {rules[name].allowed}", field=prefix + name
+            )
+
+
+def _not_allowed(where: str, field: str, shown: str, allowed: str) -> ConfigError:
+    return ConfigError(f"{where}: {field} = {shown} is not allowed; it must be {allowed}", field=field)
+
+
+def _stream_name(where: str, number: int, table: object) -> str:
+    """Check a stream's fields one by one; return its name."""
+    if not isinstance(table, dict):
+        raise _not_allowed(where, "stream", repr(table), _WORKLOAD_RULES["stream"].allowed)
+    prefix = f"stream {table.get('name') or number}: "
+    _check(where, table, _STREAM_RULES, prefix=prefix)
+    _require(where, table, _REQUIRED, _STREAM_RULES, prefix=prefix)
+    return str(table["name"])
+
+
+def _shares(where: str, tables: list[dict[str, Any]]) -> tuple[list[float], float | None]:
+    """Return the streams' shares, and the rate of all of them where the file has rates."""
+    rates = [float(table["rate_per_s"]) for table in tables if "rate_per_s" in table]
+    if not rates:
+        return [float(table.get("share", 1.0)) for table in tables], None
+    if len(rates) < len(tables) or any("share" in table for table in tables):
+        raise ConfigError(
+            f"{where}: rate_per_s must be given for all streams and share for none, or the other way round",
+            field="rate_per_s",
+        )
+    return rates, sum(rates)
+
+
+def _stream(where: str, table: Mapping[str, Any], share: float) -> Stream:
+    prefix = f"stream {table['name']}: "
+    stream = Stream(
+        name=table["name"],
+        share=share,
+        qos=QosClass(table.get("qos", QosClass.BALANCED.value)),
+        tenant=table.get("tenant", ""),
+        prompt_tokens=_amount(where, prefix + "prompt_tokens", table["prompt_tokens"], MIN_PROMPT_TOKENS, MAX_TOKENS),
+        output_tokens=_amount(where, prefix + "output_tokens", table["output_tokens"], 1, MAX_TOKENS),
+        prefix_tokens=table.get("prefix_tokens", 0),
+        num_prefixes=table.get("num_prefixes", 1),
+        turns=_amount(where, prefix + "turns", table.get("turns", 1), 1, MAX_TURNS),
+        think_s=float(table.get("think_s", DEFAULT_THINK_S)),
+        max_prompt_tokens=table.get("max_prompt_tokens", DEFAULT_MAX_PROMPT_TOKENS),
+        max_tokens_per_s=float(table.get("max_tokens_per_s", 0.0)),
+    )
+    longest = stream.prefix_tokens + stream.prompt_tokens.maximum
+    if longest > stream.max_prompt_tokens:
+        allowed = f"at least prefix_tokens and the longest of prompt_tokens, {longest}"
+        raise _not_allowed(where, prefix + "max_prompt_tokens", str(stream.max_prompt_tokens), allowed)
+    if 0 < stream.prefix_tokens < MIN_PROMPT_TOKENS:
+        allowed = f"0 or at least {MIN_PROMPT_TOKENS}"
+        raise _not_allowed(where, prefix + "prefix_tokens", str(stream.prefix_tokens), allowed)
+    return stream
+
+
+def _amount(where: str, field: str, value: int | dict[str, Any], least: int, most: int) -> Amount:
+    """Read a number, or a table with a distribution of numbers from `least` to `most`."""
+    table: dict[str, Any] = {"distribution": "fixed", "tokens": value} if isinstance(value, int) else value
+    named = table.get("distribution")
+    if named not in _SHAPES:
+        allowed = f"a whole number from {least} to {most}, or a table whose distribution is one of {', '.join(_SHAPES)}"
+        raise _not_allowed(where, f"{field}.distribution", repr(named), allowed)
+    shape = Shape(named)
+    bound = _whole(least, most)
+    rules = {
+        "distribution": _TEXT,
+        "tokens": bound,
+        "min": bound,
+        "max": bound,
+        "median": _number("a number above 0", lambda median: 0.0 < median < math.inf),
+        "sigma": _number("a number from 0 to 4", lambda sigma: 0.0 <= sigma <= 4.0),
+    }
+    names = _FIELDS_OF_SHAPE[shape]
+    rules = {name: rules[name] for name in ("distribution", *names)}
+    _check(where, table, rules, prefix=f"{field}.")
+    _require(where, table, names, rules, prefix=f"{field}.")
+    if shape is Shape.FIXED:
+        return fixed(table["tokens"])
+    if table["max"] < table["min"]:
+        raise _not_allowed(where, f"{field}.max", str(table["max"]), f"at least min, {table['min']}")
+    median, sigma = float(table.get("median", 0.0)), float(table.get("sigma", 0.0))
+    return Amount(shape, table["min"], table["max"], median, sigma)
+
+
+def _slos(where: str, tables: Mapping[str, Any]) -> dict[QosClass, Slo]:
+    """Return every class's objectives: what the file says of them, and the default of what it does not mention."""
+    slos = dict(DEFAULT_SLOS)
+    for name, table in tables.items():
+        if name not in _CLASSES or not isinstance(table, dict):
+            raise _not_allowed(where, f"slo.{name}", repr(table), _WORKLOAD_RULES["slo"].allowed)
+        _check(where, table, _SLO_RULES, prefix=f"slo.{name}.")
+        limits = {field.replace("_ms", "_s"): limit / 1000.0 if limit > 0 else None for field, limit in table.items()}
+        slos[QosClass(name)] = replace(slos[QosClass(name)], **limits)
+    return slos

@@ -1,0 +1,168 @@
+"""A lane: one pipeline that serves, the scheduler that feeds it, and how much the two get done.
+
+Turns what the scheduler decides into frames, and frames into what the scheduler has to know; says how the router sees the
+pipeline. Knows nothing of other lanes, of answers or of their readers: the engine owns lanes and is their only caller.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from orchestrator.core.batch import BatchRow, Emitted, SampledId
+from orchestrator.core.routing import PipelineView, RouteRequest
+from orchestrator.core.scheduler import Scheduler
+from orchestrator.core.sequence import RunId, Sequence
+from orchestrator.core.slots import round_up_to_page
+from orchestrator.core.tenants import TenantLedger
+from orchestrator.pipeline import Pipeline
+from shoal.types import PipelineId, QosClass, SequenceId
+from shoal.v1 import flow_pb2, types_pb2
+
+RATE_WINDOW_S = 10.0
+MIN_RATE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class EmittedToken:
+    """A token that is to be delivered."""
+
+    emitted: Emitted
+    logprobs: types_pb2.TokenLogprobs | None
+
+
+class Rate:
+    """Events per second over the last RATE_WINDOW_S."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._recent: deque[tuple[float, int]] = deque()
+
+    def add(self, count: int, now: float) -> None:
+        self.total += count
+        self._recent.append((now, count))
+        self._forget(now)
+
+    def per_second(self, now: float) -> float:
+        """Over the time since the first event of the window, yet at least MIN_RATE_S: few events are no rate."""
+        self._forget(now)
+        if not self._recent:
+            return 0.0
+        return sum(count for _, count in self._recent) / max(now - self._recent[0][0], MIN_RATE_S)
+
+    def _forget(self, now: float) -> None:
+        while self._recent and self._recent[0][0] < now - RATE_WINDOW_S:
+            self._recent.popleft()
+
+
+class Lane:
+    """fallback_s: a request that has not been started here within this time may be taken by another lane.
+
+    fallback_at: when to look for such requests; None while there is no need to. is_accepting: new requests may come.
+    """
+
+    def __init__(self, pipeline: Pipeline, ledger: TenantLedger, fallback_s: float) -> None:
+        self.pipeline = pipeline
+        self.scheduler = Scheduler(pipeline.limits, ledger)
+        self.fallback_s = fallback_s
+        self.fallback_at: float | None = None
+        self.is_accepting = True
+        self.decode_rate = Rate()
+        self.prefill_rate = Rate()
+
+    @property
+    def pipeline_id(self) -> PipelineId:
+        return self.pipeline.pipeline_id
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a request that comes now could be started at once, if it is small enough."""
+        scheduler, num_slots = self.scheduler, self.pipeline.limits.num_slots
+        return self.is_accepting and scheduler.num_waiting == 0 and scheduler.used_slots < num_slots
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether heat or battery of a device hold it back."""
+        pace = self.scheduler.pace
+        return pace.max_batch < self.pipeline.limits.max_batch or pace.steps_per_s > 0
+
+    def limits_text(self) -> str:
+        """The limits in force, as a user reads them."""
+        pace = self.scheduler.pace
+        steps = f", {pace.steps_per_s:g} steps per second" if pace.steps_per_s else ""
+        return f"{self.pipeline_id}: at most {pace.max_batch} rows a batch{steps}"
+
+    def view(self, request: RouteRequest, now: float) -> PipelineView:
+        """This lane as the router is to see it for a request."""
+        scheduler, limits = self.scheduler, self.pipeline.limits
+        return PipelineView(
+            pipeline_id=self.pipeline_id,
+            mode=limits.mode,
+            num_stages=limits.num_stages,
+            prediction=scheduler.predict(request.num_prompt, request.qos, now),
+            sequence_tokens=limits.sequence_tokens,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            has_latency=scheduler.has_class(QosClass.LATENCY),
+            can_start=self.has_room and self._has_kv(request),
+            max_batch=scheduler.pace.max_batch,
+            steps_per_s=scheduler.pace.steps_per_s,
+            is_accepting=self.is_accepting,
+        )
+
+    def _has_kv(self, request: RouteRequest) -> bool:
+        limits = self.pipeline.limits
+        num_tokens = min(request.num_prompt + request.max_tokens, limits.sequence_tokens)
+        return self.scheduler.used_kv_tokens + round_up_to_page(num_tokens) <= limits.kv_tokens
+
+    def send_all(self, now: float) -> int:
+        """Send every batch that can be made now; returns the prompt tokens in them."""
+        num_prefilled = 0
+        self._send_ended()
+        while (batch := self.scheduler.schedule(now)) is not None:
+            # Sequences that were preempted for this batch: their slots may be in it for others.
+            self._send_ended()
+            num_prefilled += sum(row.num_tokens for row in batch.rows[batch.num_decode_rows :])
+            self.pipeline.forward(batch, self._find)
+        # Preempted, but no batch came of it.
+        self._send_ended()
+        if num_prefilled:
+            self.prefill_rate.add(num_prefilled, now)
+        return num_prefilled
+
+    def _send_ended(self) -> None:
+        """Before any batch: the slots of ended runs may be in it for others."""
+        ended = self.scheduler.take_ended()
+        if ended:
+            self.pipeline.cancel(ended)
+
+    def _find(self, row: BatchRow) -> Sequence:
+        sequence = self.scheduler.sequence_of(row.run_id)
+        assert sequence is not None, f"run {row.run_id} is in a batch and nobody's"
+        return sequence
+
+    def on_result(self, result: flow_pb2.StepResult, now: float) -> list[EmittedToken]:
+        """Take what the last stage reports of a step; returns the tokens to deliver."""
+        timing = self.pipeline.observe(result)
+        if timing is not None:
+            self.scheduler.observe(timing)
+        logprobs = self._logprobs(result)
+        sampled = [SampledId(RunId(token.sequence_id), token.token_id) for token in result.tokens]
+        emitted = self.scheduler.commit(result.step, sampled, result.burst_steps, now)
+        if emitted:
+            self.decode_rate.add(len(emitted), now)
+        return [EmittedToken(token, logprobs.get(token.sequence_id)) for token in emitted]
+
+    def on_failed(self, failed: flow_pb2.StepFailed, now: float) -> list[SequenceId]:
+        """Give up a step that a stage could not run; returns the sequences that end with it."""
+        self.pipeline.forget(failed.step)
+        return self.scheduler.fail_step(failed.step, now)
+
+    def _logprobs(self, result: flow_pb2.StepResult) -> dict[SequenceId, types_pb2.TokenLogprobs]:
+        """By sequence: runs are the wire's business, and a run that ends with this step is not known afterwards."""
+        found = {}
+        for token in result.tokens:
+            sequence = self.scheduler.sequence_of(RunId(token.sequence_id)) if token.HasField("logprobs") else None
+            if sequence is not None:
+                found[sequence.sequence_id] = token.logprobs
+        return found

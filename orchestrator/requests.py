@@ -1,0 +1,174 @@
+"""What a client asked for, checked and as a sequence: model, prompt, sampling, class, tenant, targets, deadline.
+
+Raises a typed error that names the field, its value and what is allowed, for the first that cannot be served. Pure, so that
+long prompts can be encoded in another thread; `server` draws what is random and submits what comes out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from modelstore.manifest import Manifest
+from orchestrator.core.qos import default_targets
+from orchestrator.core.sequence import QosTargets
+from orchestrator.core.sequence import Sequence as AnswerSequence
+from orchestrator.tokenizer import Tokenizer
+from shoal import rpc
+from shoal.errors import ContextExceeded, InvalidRequest, ModelNotFound
+from shoal.types import NumericClass, QosClass, SequenceId
+from shoal.v1 import inference_pb2
+
+DEFAULT_MAX_TOKENS = 256
+MAX_STOPS = 8
+MAX_STOP_CHARS = 256
+MAX_REQUEST_ID_CHARS = 128
+MAX_TENANT_CHARS = 64
+DEFAULT_TENANT = "default"
+# A slower stream would hold its slot for longer than anybody reads; a faster one than this is not slowed by anything.
+MIN_TOKENS_PER_S = 0.1
+MAX_TOKENS_PER_S = 1000.0
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedRequest:
+    """request_id: empty if the client chose none. stops: the strings that end the answer's text."""
+
+    request_id: str
+    sequence: AnswerSequence
+    stops: tuple[str, ...]
+
+
+class RequestDecoder:
+    """Decodes requests for one model; default_qos: of requests that name no class; balanced: that class's targets."""
+
+    def __init__(self, manifest: Manifest, tokenizer: Tokenizer, default_qos: QosClass, balanced: QosTargets) -> None:
+        self._manifest = manifest
+        self._tokenizer = tokenizer
+        self._default_qos = default_qos
+        self._balanced = balanced
+
+    def decode(
+        self,
+        request: inference_pb2.GenerateRequest,
+        *,
+        sequence_id: SequenceId,
+        seed: int,
+        now: float,
+        time_left_s: float | None,
+    ) -> DecodedRequest:
+        """Make the sequence of a request that arrived `now`; seed: for one that brings none.
+
+        Raises ModelNotFound, InvalidRequest or ContextExceeded; the servicer tells the client.
+        """
+        self._check_model(request.model)
+        sampling = rpc.sampling_from_proto(request.sampling, seed=seed)
+        sampling.validate(self._manifest.config.vocab_size)
+        qos = rpc.qos_from_proto(request.qos_class, self._default_qos)
+        sequence = AnswerSequence(
+            sequence_id=sequence_id,
+            prompt_token_ids=(),
+            sampling=sampling,
+            max_tokens=_max_tokens(request),
+            stop_ids=frozenset() if request.ignore_eos else self._tokenizer.stop_ids,
+            numeric=NumericClass.SOLO if qos is QosClass.LATENCY else NumericClass.SHARED,
+            qos=qos,
+            arrived_at=now,
+            tenant=_tenant(request.tenant),
+            deadline_at=None if time_left_s is None else now + time_left_s,
+            max_tokens_per_s=_tokens_per_s(request.max_tokens_per_s),
+            targets=_targets(request, default_targets(qos, self._balanced)),
+        )
+        decoded = DecodedRequest(_request_id(request.request_id), sequence, _stops(request.stop))
+        # Last, for it is the most work.
+        sequence.prompt_token_ids = tuple(self._prompt_token_ids(request))
+        return decoded
+
+    def _check_model(self, model: str) -> None:
+        if model not in ("", self._manifest.name):
+            raise ModelNotFound(f"model {model!r} is not served here; {self._manifest.name!r} is", field="model")
+
+    def _prompt_token_ids(self, request: inference_pb2.GenerateRequest) -> Sequence[int]:
+        match request.WhichOneof("input"):
+            case "prompt":
+                self._check_length("prompt", len(request.prompt.encode()))
+                token_ids: Sequence[int] = self._tokenizer.encode(request.prompt, add_special=True)
+            case "chat":
+                messages = [{"role": one.role, "content": one.content} for one in request.chat.messages]
+                self._check_length("chat", sum(len(one["content"].encode()) for one in messages))
+                token_ids = self._tokenizer.encode_chat(messages)
+            case "tokens":
+                token_ids = request.tokens.token_ids
+                vocab_size = self._manifest.config.vocab_size
+                for token_id in token_ids:
+                    if token_id >= vocab_size:
+                        raise InvalidRequest("tokens.token_ids", f"{token_id} is not in the vocabulary of {vocab_size}")
+            case _:
+                raise InvalidRequest("input", "is missing: give prompt, chat or tokens")
+        if not token_ids:
+            raise InvalidRequest(request.WhichOneof("input") or "input", "is empty; it must have at least one token")
+        return token_ids
+
+    def _check_length(self, field: str, num_bytes: int) -> None:
+        """Refuse, before any work goes into it, text that cannot fit the context however it is cut into tokens."""
+        least_tokens = num_bytes // self._tokenizer.max_token_bytes
+        if least_tokens >= self._manifest.config.context_tokens:
+            raise ContextExceeded(
+                f"the prompt has {num_bytes} bytes, which are {least_tokens} tokens or more; the context is "
+                f"{self._manifest.config.context_tokens}: shorten the prompt",
+                field=field,
+            )
+
+
+def _max_tokens(request: inference_pb2.GenerateRequest) -> int:
+    max_tokens = request.max_tokens if request.HasField("max_tokens") else DEFAULT_MAX_TOKENS
+    if max_tokens < 1:
+        raise InvalidRequest("max_tokens", f"{max_tokens} is out of range; it must be at least 1")
+    return max_tokens
+
+
+def _tenant(tenant: str) -> str:
+    if len(tenant) > MAX_TENANT_CHARS or not tenant.isprintable():
+        raise InvalidRequest("tenant", f"{tenant[:80]!r} must be at most {MAX_TENANT_CHARS} printable characters")
+    return tenant or DEFAULT_TENANT
+
+
+def _tokens_per_s(rate: float) -> float:
+    """0, also where the field is absent, is no limit. NaN is outside of every range."""
+    if rate == 0.0 or MIN_TOKENS_PER_S <= rate <= MAX_TOKENS_PER_S:
+        return rate
+    allowed = f"0 (no limit) or from {MIN_TOKENS_PER_S:g} to {MAX_TOKENS_PER_S:g}"
+    raise InvalidRequest("max_tokens_per_s", f"{rate} is out of range; it must be {allowed}")
+
+
+def _targets(request: inference_pb2.GenerateRequest, targets: QosTargets) -> QosTargets:
+    """What the client would like, where it says so, instead of its class's targets."""
+    if request.HasField("ttft_target_ms"):
+        targets = replace(targets, ttft_s=_target_s("ttft_target_ms", request.ttft_target_ms))
+    if request.HasField("inter_token_target_ms"):
+        targets = replace(targets, inter_token_s=_target_s("inter_token_target_ms", request.inter_token_target_ms))
+    return targets
+
+
+def _target_s(field: str, value_ms: float) -> float:
+    if not (math.isfinite(value_ms) and value_ms > 0):
+        raise InvalidRequest(field, f"{value_ms} is out of range; it must be a number of milliseconds above 0")
+    return value_ms / 1e3
+
+
+def _stops(stops: Sequence[str]) -> tuple[str, ...]:
+    if len(stops) > MAX_STOPS:
+        raise InvalidRequest("stop", f"{len(stops)} stop strings; at most {MAX_STOPS} are allowed")
+    for stop in stops:
+        if not 0 < len(stop) <= MAX_STOP_CHARS:
+            raise InvalidRequest(
+                "stop", f"a stop string has {len(stop)} characters; it must have 1 to {MAX_STOP_CHARS}"
+            )
+    return tuple(stops)
+
+
+def _request_id(request_id: str) -> str:
+    if len(request_id) > MAX_REQUEST_ID_CHARS or not request_id.isprintable():
+        raise InvalidRequest("request_id", f"must be at most {MAX_REQUEST_ID_CHARS} printable characters")
+    return request_id

@@ -1,0 +1,113 @@
+"""A scheduler with a pipeline in virtual time: stages whose passes take a time that is linear in their tokens.
+
+Everything happens in order of (time, number); nothing waits and nothing is random. What clients would see is in `tokens`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import pairwise
+
+from orchestrator.core.batch import Batch, SampledId
+from orchestrator.core.scheduler import Scheduler
+from orchestrator.core.sequence import Sequence
+from orchestrator.core.step_time import StepTiming
+from shoal.types import SequenceId
+from tests.support.model_stages import ModelStages
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpeed:
+    base_s: float
+    token_s: float
+
+    def seconds(self, num_tokens: int) -> float:
+        return self.base_s + self.token_s * num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    at: float
+    token_id: int
+
+
+class SimulatedPipeline:
+    """Drives a scheduler as the engine would. check: called after every event."""
+
+    def __init__(self, scheduler: Scheduler, speeds: Seq[StageSpeed], check: Callable[[], None] | None = None) -> None:
+        self.scheduler = scheduler
+        self.speeds = list(speeds)
+        self.now = 0.0
+        self.tokens: dict[SequenceId, list[Token]] = {}
+        self.finished_at: dict[SequenceId, float] = {}
+        self.expired: list[SequenceId] = []
+        self.batches: list[tuple[float, Batch]] = []
+        self._check = check
+        self._stages = ModelStages()
+        self._free_at = [0.0] * len(self.speeds)
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._num_events = 0
+
+    def at(self, time: float, action: Callable[[], None]) -> None:
+        self._num_events += 1
+        heapq.heappush(self._events, (time, self._num_events, action))
+
+    def submit(self, sequence: Sequence, at: float) -> None:
+        def arrive() -> None:
+            sequence.arrived_at = at
+            self.tokens[sequence.sequence_id] = []
+            self.scheduler.submit(sequence, at)
+
+        self.at(at, arrive)
+
+    def run(self, until: float) -> None:
+        """Let everything happen up to a time, or until there is nothing left."""
+        while self._events and self._events[0][0] <= until:
+            self.now, _, action = heapq.heappop(self._events)
+            action()
+            self._turn()
+            if self._check is not None:
+                self._check()
+        self.now = max(self.now, until)
+
+    def _turn(self) -> None:
+        for sequence in self.scheduler.expire(self.now):
+            self.expired.append(sequence.sequence_id)
+        self._stages.cancel(self.scheduler.take_ended())
+        while (batch := self.scheduler.schedule(self.now)) is not None:
+            self._stages.cancel(self.scheduler.take_ended())
+            self.batches.append((self.now, batch))
+            self._pass(batch, self._stages.run(batch), batch.num_tokens, batch.burst_steps)
+        wake_at = self.scheduler.wake_at(self.now)
+        if wake_at is not None:
+            self.at(wake_at, lambda: None)
+
+    def _pass(self, batch: Batch, drawn: Seq[SampledId], num_tokens: int, burst_left: int) -> None:
+        """Send a step through all stages, each of which takes one after the other."""
+        done_at, stage_s = self.now, []
+        for stage, speed in enumerate(self.speeds):
+            stage_s.append(speed.seconds(num_tokens))
+            done_at = self._free_at[stage] = max(done_at, self._free_at[stage]) + stage_s[-1]
+        timing = StepTiming(num_tokens, tuple(stage_s), batch.is_solo)
+        self.at(done_at, lambda: self._report(batch, drawn, timing, burst_left))
+
+    def _report(self, batch: Batch, drawn: Seq[SampledId], timing: StepTiming, burst_left: int) -> None:
+        self.scheduler.observe(timing)
+        runs = {one.run_id: self.scheduler.sequence_of(one.run_id) for one in drawn}
+        stop_ids = {run_id: one.stop_ids for run_id, one in runs.items() if one is not None}
+        going_on = self._stages.go_on(batch, drawn, stop_ids) if burst_left else []
+        for emitted in self.scheduler.commit(batch.step, drawn, burst_left if going_on else 0, self.now):
+            self.tokens[emitted.sequence_id].append(Token(self.now, emitted.token_id))
+            if emitted.finish is not None:
+                self.finished_at[emitted.sequence_id] = self.now
+        self._stages.cancel(self.scheduler.take_ended())
+        if going_on:
+            self._pass(batch, going_on, len(going_on), burst_left - 1)
+
+    def gaps(self, sequence_id: SequenceId, since: float = 0.0, until: float = float("inf")) -> list[float]:
+        """Times between two tokens of an answer that both came in this time."""
+        times = [token.at for token in self.tokens[sequence_id] if since <= token.at <= until]
+        return [after - before for before, after in pairwise(times)]

@@ -1,0 +1,151 @@
+"""A request as a sequence: defaults, classes, tenants, targets and deadlines, and what is refused with which words."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from modelstore.manifest import BlobEntry, Manifest, ModelConfig
+from orchestrator.core.qos import LATENCY_TARGETS
+from orchestrator.core.sequence import QosTargets, Sequence
+from orchestrator.requests import DecodedRequest, RequestDecoder
+from orchestrator.tokenizer import Tokenizer
+from shoal.errors import InvalidRequest
+from shoal.types import NumericClass, QosClass, SequenceId
+from shoal.v1 import inference_pb2, types_pb2
+from tests.support.vocabulary import make_tokenizer_data
+
+BALANCED = QosTargets(ttft_s=2.0, inter_token_s=0.1)
+EMPTY = BlobEntry("", 0, {}, {})
+
+
+def make_manifest() -> Manifest:
+    data = make_tokenizer_data()
+    config = ModelConfig(
+        architecture="llama",
+        num_layers=1,
+        hidden_size=8,
+        ffn_size=8,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        vocab_size=len(data.tokens),
+        context_tokens=64,
+        rope_base=1e4,
+        rms_epsilon=1e-5,
+        is_head_tied=True,
+    )
+    return Manifest("tiny", "", "", config, "int8", data, EMPTY, EMPTY, (EMPTY,), EMPTY)
+
+
+MANIFEST = make_manifest()
+TOKENIZER = Tokenizer(MANIFEST.tokenizer)
+
+
+def decode(
+    *, default_qos: QosClass = QosClass.BALANCED, time_left_s: float | None = None, **fields: Any
+) -> DecodedRequest:
+    """Decode a request that arrives at 100.0."""
+    request = inference_pb2.GenerateRequest(**{"prompt": "hello", **fields})
+    decoder = RequestDecoder(MANIFEST, TOKENIZER, default_qos, BALANCED)
+    return decoder.decode(request, sequence_id=SequenceId(5), seed=77, now=100.0, time_left_s=time_left_s)
+
+
+def sequence_of(**options: Any) -> Sequence:
+    return decode(**options).sequence
+
+
+def refusal(**fields: Any) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as raised:
+        decode(**fields)
+    return raised.value
+
+
+def test_a_bare_request_takes_the_defaults() -> None:
+    decoded = decode()
+    sequence = decoded.sequence
+
+    assert (decoded.request_id, decoded.stops) == ("", ())
+    assert (sequence.sequence_id, sequence.max_tokens, sequence.arrived_at) == (5, 256, 100.0)
+    assert sequence.prompt_token_ids == tuple(TOKENIZER.encode("hello", add_special=True))
+    assert (sequence.tenant, sequence.max_tokens_per_s, sequence.deadline_at) == ("default", 0.0, None)
+    assert sequence.sampling.seed == 77
+    assert sequence.stop_ids == TOKENIZER.stop_ids
+
+
+@pytest.mark.parametrize("qos", QosClass, ids=lambda qos: qos.value)
+def test_a_request_that_names_no_class_has_the_configured_one(qos: QosClass) -> None:
+    assert sequence_of(default_qos=qos).qos is qos
+
+
+def test_a_request_has_the_class_it_names() -> None:
+    sequence = sequence_of(default_qos=QosClass.LATENCY, qos_class=types_pb2.QOS_CLASS_THROUGHPUT)
+
+    assert (sequence.qos, sequence.numeric) == (QosClass.THROUGHPUT, NumericClass.SHARED)
+
+
+def test_latency_requests_alone_decode_alone() -> None:
+    assert sequence_of(qos_class=types_pb2.QOS_CLASS_LATENCY).numeric is NumericClass.SOLO
+
+
+@pytest.mark.parametrize(
+    ("qos_class", "targets"),
+    [
+        (types_pb2.QOS_CLASS_LATENCY, LATENCY_TARGETS),
+        (types_pb2.QOS_CLASS_BALANCED, BALANCED),
+        (types_pb2.QOS_CLASS_THROUGHPUT, QosTargets()),
+    ],
+)
+def test_targets_are_those_of_the_class(qos_class: types_pb2.QosClass, targets: QosTargets) -> None:
+    assert sequence_of(qos_class=qos_class).targets == targets
+
+
+def test_a_request_may_bring_its_own_targets_one_by_one() -> None:
+    assert sequence_of(ttft_target_ms=300.0).targets == QosTargets(0.3, BALANCED.inter_token_s)
+    assert sequence_of(inter_token_target_ms=40.0).targets == QosTargets(BALANCED.ttft_s, 0.04)
+
+
+def test_the_time_that_the_client_has_left_is_the_deadline() -> None:
+    assert sequence_of(time_left_s=2.5).deadline_at == 102.5
+
+
+def test_a_request_has_the_tenant_and_the_pace_it_names() -> None:
+    sequence = sequence_of(tenant="gold", max_tokens_per_s=12.5)
+
+    assert (sequence.tenant, sequence.max_tokens_per_s) == ("gold", 12.5)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("tenant", "x" * 65, "at most 64 printable characters"),
+        ("tenant", "a\nb", "at most 64 printable characters"),
+        ("max_tokens_per_s", -1.0, "0 (no limit) or from 0.1 to 1000"),
+        ("max_tokens_per_s", 0.01, "0 (no limit) or from 0.1 to 1000"),
+        ("max_tokens_per_s", 1000.5, "0 (no limit) or from 0.1 to 1000"),
+        ("max_tokens_per_s", math.nan, "0 (no limit) or from 0.1 to 1000"),
+        ("max_tokens_per_s", math.inf, "0 (no limit) or from 0.1 to 1000"),
+        *[
+            (field, value, "a number of milliseconds above 0")
+            for field in ("ttft_target_ms", "inter_token_target_ms")
+            for value in (0.0, -5.0, math.nan, math.inf)
+        ],
+    ],
+)
+def test_a_bad_value_is_refused_with_field_value_and_what_is_allowed(field: str, value: Any, allowed: str) -> None:
+    error = refusal(**{field: value})
+
+    assert error.field == field
+    assert error.message.startswith(f"{field}: {value!r:.40}")
+    assert allowed in error.message
+
+
+def test_a_tenant_of_the_longest_name_is_taken() -> None:
+    assert sequence_of(tenant="x" * 64).tenant == "x" * 64
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1, 1000.0])
+def test_paces_at_the_ends_of_the_range_are_taken(rate: float) -> None:
+    assert sequence_of(max_tokens_per_s=rate).max_tokens_per_s == rate
