@@ -137,21 +137,27 @@ class Bringup:
             placement.pipeline_id,
             placed.epoch,
             members,
-            self._limits(placement, min(profile.max_batch for profile in profiles)),
+            self._limits(placement, profiles),
             lambda frame: self._hub.send(first, frame),
         )
 
-    def _limits(self, placement: Placement, max_batch: int) -> SchedulerLimits:
+    def _limits(self, placement: Placement, profiles: list[DeviceProfile]) -> SchedulerLimits:
+        num_layers = self._manifest.config.num_layers
+        costs = (
+            len(stage.layers) / num_layers / profile.speed
+            for stage, profile in zip(placement.stages, profiles, strict=True)
+        )
         return SchedulerLimits(
             num_stages=len(placement.stages),
             num_slots=placement.slots,
             kv_tokens=placement.kv_tokens,
             context_tokens=placement.context_tokens,
-            max_batch=max_batch,
+            max_batch=min(profile.max_batch for profile in profiles),
             chunk_tokens=self._config.chunk_tokens,
             max_waiting=self._config.max_waiting,
             burst_steps=self._config.burst_steps,
             mode=placement.mode,
+            stage_costs=tuple(costs),
         )
 
 

@@ -52,10 +52,6 @@ class Admission:
         self.slots = SlotPool(limits.num_slots, limits.kv_tokens)
         self.num_prompt_left = 0
 
-    @property
-    def has_prompts(self) -> bool:
-        return self.num_prompt_left > 0
-
     def num_running(self, qos: QosClass) -> int:
         return self._num_running[qos]
 

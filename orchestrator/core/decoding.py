@@ -24,6 +24,11 @@ BORROWED_ROWS = 2
 # A gap between tokens may grow by this much for others' sake although its target is out of reach. The goal is that p99 stays
 # within 1.5; what lies between is for batches that meet at a stage, which a sum over stages does not see.
 GAP_SLACK = 1.25
+# How long a row may be held for the sake of higher classes: for as long as its class aims at by default, or, without an
+# aim, long enough to spare others a step in ten and short enough that a reader sees it go on.
+HELD_S = {QosClass.LATENCY: 0.0, QosClass.BALANCED: 0.1, QosClass.THROUGHPUT: 1.0}
+# Where more wait for their first token than get further ones, the former weigh more: up to this many times the gap.
+MAX_CROWD = 4.0
 # What a prompt gets on by at least, whatever the target: more would be a large part of a step of few rows.
 MIN_CHUNK_TOKENS = 2
 
@@ -32,14 +37,15 @@ MIN_CHUNK_TOKENS = 2
 class Moment:
     """What else is going on when a batch is made.
 
-    busy_s: what the batches in flight take at their slowest stage. has_prompts: whether a prompt waits for its turn.
+    busy_s: what the batches in flight take at their slowest stage. num_prompts: sequences that have, or could have, a slot
+    and no token yet.
     has_latency: whether somebody of class LATENCY runs. has_chunk_in_flight: whether a batch carries prompt tokens.
     rows_in_flight: SHARED decode rows, for each batch in flight that has some; num_soon_back: how many of these do no burst.
     """
 
     now: float
     busy_s: float
-    has_prompts: bool
+    num_prompts: int
     has_latency: bool
     has_chunk_in_flight: bool
     rows_in_flight: tuple[int, ...]
@@ -195,7 +201,7 @@ class Decoding:
     def _most_shared_rows(self, moment: Moment) -> int:
         """An even share for as many batches as there are stages, but none below min_rows."""
         share = -(-_num_decoding(self._shared) // self._limits.num_stages)
-        budget = self.chunk_tokens - (PREFILL_ROOM_TOKENS if moment.has_prompts else 0)
+        budget = self.chunk_tokens - (PREFILL_ROOM_TOKENS if moment.num_prompts else 0)
         return min(self.max_rows, max(self._limits.min_rows, share), budget)
 
     def _joinable_rows(self, qos: QosClass, moment: Moment) -> int:
@@ -227,7 +233,8 @@ class Decoding:
             # No stage is idle: to join the rows that come back next costs less than a pass of its own.
             return 0
         batches, solo_s = self._batches_of_round(num_rows, moment), self._solo_part_s(CLASSES)
-        budget_s = max(target_s, GAP_SLACK * self._round_s(batches, solo_s))
+        crowd = min(max(moment.num_prompts / max(self.num_decoding, 1), 1.0), MAX_CROWD)
+        budget_s = crowd * max(target_s, GAP_SLACK * self._round_s(batches, solo_s))
         # Each batch of a round may have its chunk, and the whole round has to stay within the budget.
         share_s = (budget_s - solo_s) / max(batches.total(), 1)
         num_tokens = self._times.tokens_within(budget_s, min(share_s, budget_s - moment.busy_s)) - num_rows
@@ -283,7 +290,9 @@ class Decoding:
         assert sequence.run_id is not None, sequence.story()
         self._num_readied += 1
         line = self._line_of(sequence)
-        patient_until = at + PATIENCE_S[sequence.qos]
+        # A lent device is not to be counted on.
+        held_s = PATIENCE_S if self._limits.mode is DeviceMode.LATENCY else HELD_S
+        patient_until = at + held_s[sequence.qos]
         line.ready[sequence.run_id] = _Ready(self._num_readied, patient_until, sequence.run_id, sequence, line)
 
     def _unpark(self, now: float) -> None:

@@ -28,7 +28,7 @@ class Forecast:
         num_rows = self._decoding.rows_per_batch()
         num_tokens = max(self._decoding.prompt_room(num_rows, moment), MIN_CHUNK_TOKENS)
         token_s = self._times.bottleneck_s(num_rows + num_tokens) / num_tokens
-        inter_token_s = self._decoding.gap_s(num_more=1)
+        inter_token_s = self._decoding.gap_s(num_more=1 + moment.num_prompts)
         steps_per_s = self._decoding.pace.steps_per_s
         if steps_per_s:
             token_s = max(token_s, 1 / (STEP_TOKENS * steps_per_s))

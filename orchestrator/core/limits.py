@@ -27,7 +27,8 @@ class SchedulerLimits:
 
     kv_tokens: for all slots together. max_batch: decode rows of a batch. chunk_tokens: tokens of a batch. max_waiting:
     requests of one tenant. burst_steps: decode steps of one grant, the first included. min_rows: batches are not made
-    smaller than this for the sake of having more of them. mode: whom the pipeline is for.
+    smaller than this for the sake of having more of them. mode: whom the pipeline is for. stage_costs: what each stage
+    is expected to take before it is measured, 1 being the whole model at speed 1; empty: equal parts.
     """
 
     num_stages: int
@@ -40,6 +41,7 @@ class SchedulerLimits:
     burst_steps: int = 16
     min_rows: int = 4
     mode: DeviceMode = DeviceMode.MIXED
+    stage_costs: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         checks = (

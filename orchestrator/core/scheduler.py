@@ -36,7 +36,7 @@ from shoal.types import DeviceMode, FinishReason, NumericClass, QosClass, Sequen
 FEW_SEQUENCES = 2
 SHORT_BURST_STEPS = 4
 # Longer bursts are limited by time: a prompt that must not stall their rows has to wait for their end.
-MAX_BURST_S = 0.15
+MAX_BURST_S = 0.35
 # On a pipeline for class LATENCY, prompt tokens of other classes in a batch.
 BORROWED_CHUNK_TOKENS = 16
 # No more requests than this are offered to other pipelines at once.
@@ -58,7 +58,7 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits, ledger: TenantLedger | None = None) -> None:
         self.limits = limits
         self.num_replay_mismatches = 0
-        self._times = StepTimes(limits.num_stages)
+        self._times = StepTimes(limits.num_stages, limits.stage_costs)
         self._admission = Admission(limits, TenantLedger() if ledger is None else ledger)
         self._decoding = Decoding(limits, self._times)
         self._forecast = Forecast(self._times, self._admission, self._decoding)
@@ -258,13 +258,14 @@ class Scheduler:
         """When schedule() or expire() may have something to do though nothing else happens until then; None: never."""
         while self._deadlines and self._deadlines[0][1] not in self._sequences:
             heapq.heappop(self._deadlines)
-        later = [self._decoding.wake_at(now)]
-        if self._sequences:
-            later.append(self._in_flight.next_at(self.pace))
+        next_at = self._in_flight.next_at(self.pace)
+        later = [next_at] if self._sequences else []
+        if (decoding_at := self._decoding.wake_at(now)) is not None:
+            later.append(max(decoding_at, next_at))
         if self._is_reserved():
             later += [rank for rank, _ in self._admission.prompts_in_turn()]
         deadlines = [at for at, _ in self._deadlines[:1]]
-        return min([*deadlines, *(at for at in later if at is not None and at > now)], default=None)
+        return min([*deadlines, *(at for at in later if at > now)], default=None)
 
     def predict(self, num_prompt: int, qos: QosClass, now: float) -> Prediction:
         """Say what a request that comes now may expect, as far as step times are known."""
@@ -272,10 +273,11 @@ class Scheduler:
 
     def _moment(self, now: float) -> Moment:
         shared = self._in_flight.shared()
+        num_free = self.limits.num_slots - self.used_slots
         return Moment(
             now=now,
             busy_s=self._in_flight.busy_s(),
-            has_prompts=self._admission.num_prompt_left > 0 or self.num_waiting > 0,
+            num_prompts=self.num_running - self._decoding.num_decoding + min(self.num_waiting, num_free),
             has_latency=self._admission.num_running(QosClass.LATENCY) > 0,
             has_chunk_in_flight=self._in_flight.has_chunk,
             rows_in_flight=tuple(batch.num_decode_rows for batch in shared),

@@ -86,11 +86,12 @@ class StepTimes:
     Invariants: base and slope of a stage are not negative, and a token costs something; the sums are those of all stages.
     """
 
-    def __init__(self, num_stages: int) -> None:
-        token_s = PRIOR_TOKEN_S / num_stages
-        self._stages = [_Line(PRIOR_BASE_TOKENS * token_s, token_s) for _ in range(num_stages)]
-        self._base_s = PRIOR_BASE_TOKENS * PRIOR_TOKEN_S
-        self._token_s = PRIOR_TOKEN_S
+    def __init__(self, num_stages: int, costs: Sequence[float] = ()) -> None:
+        """costs: what each stage is expected to take, 1 being the whole model at speed 1; by default equal parts of it."""
+        tokens_s = [PRIOR_TOKEN_S * cost for cost in costs or [1 / num_stages] * num_stages]
+        self._stages = [_Line(PRIOR_BASE_TOKENS * token_s, token_s) for token_s in tokens_s]
+        self._token_s = sum(tokens_s)
+        self._base_s = PRIOR_BASE_TOKENS * self._token_s
         self._num_observed = 0
         self._solo_s: float | None = None
 

@@ -23,8 +23,8 @@ from tests.bench.fleet import BOX, System
 from tests.bench.pairs import Load, Pair, PairSet, Run, collect
 from tests.bench.scheduling import measure_schedule
 
-# Three of them keep about one of this machine's two cores busy.
-SLOW = replace(BOX, name="slow", speed=0.3, poll_ms=0.0, is_emulated=True)
+# Two or three of them keep about one of this machine's two cores busy.
+SLOW = replace(BOX, name="slow", speed=0.4, poll_ms=0.0, is_emulated=True)
 KEPT = replace(SLOW, name="kept", mode=DeviceMode.LATENCY)
 P99 = 99
 SHORT_PROMPT = 32
@@ -37,26 +37,26 @@ class Sizes:
     running: int = 4
     window: int = 40
     long_prompt: int = 1800
-    latency_requests: int = 40
+    latency_requests: int = 24
     latency_prompt: int = 24
     latency_answer: int = 4
     batch_prompt: int = SHORT_PROMPT
     batch_answer: int = 48
-    window_s: float = 20.0
+    window_s: float = 12.0
     rounds: int = 3
 
 
 QUICK = Sizes(window=12, long_prompt=300, latency_requests=6, window_s=6.0, rounds=1)
 
 
-def _slow_stages(bench: Bench, name: str) -> AbstractContextManager[System]:
-    return bench.two_stages(name, profiles=[SLOW, SLOW])
+def _slow_stages(bench: Bench, name: str, speed: float = SLOW.speed) -> AbstractContextManager[System]:
+    return bench.two_stages(name, profiles=[replace(SLOW, speed=speed)] * 2)
 
 
 def stall(bench: Bench) -> list[Figure]:
     """Gaps of running streams while a long prompt arrives, against those before and after it."""
     sizes = QUICK if bench.is_quick else Sizes()
-    with _slow_stages(bench, "stall") as system:
+    with _slow_stages(bench, "stall", 0.5) as system:
         pairs = PairSet(tuple(system.run(_stall_round(bench, system, sizes)) for _ in range(sizes.rounds)))
     prefill_s = pairs.typical(lambda pair: pair.candidate.details["prefill_s"])
     note = (
@@ -221,7 +221,8 @@ def sixteen_emulated(bench: Bench) -> list[Figure]:
         return Run(measured.streams[0].tokens_per_s(sizes.skip), measured.load)
 
     def many() -> Run:
-        measured = system.ask(decode_prompts(bench, NUM_STREAMS, SHORT_PROMPT), sizes.answer)
+        prompts = decode_prompts(bench, NUM_STREAMS, SHORT_PROMPT)
+        measured = system.ask(prompts, sizes.answer, QosClass.THROUGHPUT)
         return Run(measured.shared_tokens_per_s(sizes.skip), measured.load)
 
     with _slow_stages(bench, "sixteen-slow") as system:

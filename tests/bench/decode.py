@@ -83,7 +83,7 @@ def sixteen_streams(bench: Bench, system: System) -> list[Figure]:
         )  # fmt: skip
 
     def candidate() -> Run:
-        measured = system.ask(prompts, sizes.many_answer)
+        measured = system.ask(prompts, sizes.many_answer, QosClass.THROUGHPUT)
         return Run(measured.shared_tokens_per_s(sizes.skip), measured.load, measured.cpu_ms)
 
     pairs = collect(bench.long_plan, baseline, candidate)

@@ -228,8 +228,19 @@ class TestRows:
 
     def test_a_row_that_was_passed_over_for_its_patience_comes_first(self) -> None:
         scheduler = make_decoding(make_limits(max_batch=1, min_rows=1), *make_sequences(THROUGHPUT, LATENCY))
-        turns = [run_step(scheduler, now, took_s=0.9) for now in (1.0, 5.0, 9.5, 10.5, 11.0)]
-        assert turns == [[2], [2], [2], [1], [2]]
+        turns = [run_step(scheduler, now, took_s=0.1) for now in (0.1, 0.3, 0.6, 1.2, 1.4, 1.6)]
+        assert turns == [[2], [2], [2], [2], [1], [2]]
+
+    def test_a_row_is_held_for_others_no_longer_than_its_own_target_allows(self) -> None:
+        """The target of the higher class is out of reach; the one of the lower class is not given up for it."""
+        high, *low = make_sequences(LATENCY, BALANCED, BALANCED, BALANCED)
+        high.targets = make_sequence(inter_token_s=0.001).targets
+        for one in low:
+            one.targets = make_sequence(inter_token_s=0.1).targets
+        scheduler = make_decoding(make_limits(), high, *low)
+        know_times(scheduler)
+        assert run_step(scheduler, 0.05) == [1, 2]
+        assert {3, 4} <= set(run_step(scheduler, 0.11))
 
     def test_lower_classes_join_as_far_as_the_target_of_the_higher_allows(self) -> None:
         """20 ms and 5 ms a row: within 50 ms there is room for six."""
@@ -258,6 +269,20 @@ class TestRows:
         high, *low = make_sequences(LATENCY, *[THROUGHPUT] * 7)
         high.targets = make_sequence(inter_token_s=0.001).targets
         assert len(run_step(make_decoding(make_limits(), high, *low), 0.1)) == 8
+
+    def test_a_prompt_gets_on_by_two_tokens_a_step_where_no_time_is_left_for_it(self) -> None:
+        """The last three stay together: a token that is alone is rounded differently."""
+        low, high = make_sequence(2, num_prompt=7, max_tokens=1), make_sequence(1, inter_token_s=0.001, max_tokens=64)
+        scheduler = make_decoding(make_limits(), high)
+        know_times(scheduler)
+        scheduler.submit(low, 0.1)
+        sizes = []
+        for _ in range(4):
+            batch = scheduler.schedule(0.1)
+            assert batch is not None
+            sizes.append([row.num_tokens for row in batch.rows])
+            scheduler.commit(batch.step, sampled_ids(batch), 0, 0.1)
+        assert sizes == [[1, 2], [1, 2], [1, 3], [1]]
 
     def test_a_solo_row_of_a_high_class_and_a_batch_of_a_low_one_take_turns_while_the_target_allows(self) -> None:
         high = make_sequence(1, numeric=NumericClass.SOLO, qos=LATENCY, inter_token_s=0.1, max_tokens=64)
@@ -295,6 +320,13 @@ class TestLatencyPipeline:
     def test_what_is_held_goes_when_its_patience_is_at_its_end(self) -> None:
         scheduler = make_decoding(self.LIMITS, *make_sequences(BALANCED, LATENCY))
         assert sorted(run_step(scheduler, PATIENCE_S[BALANCED] + 0.1)) == [1, 2]
+
+    def test_a_prompt_that_is_held_goes_when_its_patience_is_at_its_end(self) -> None:
+        scheduler = make_decoding(self.LIMITS, *make_sequences(LATENCY))
+        scheduler.submit(make_sequence(2, qos=BALANCED, arrived_at=1.0), 1.0)
+        assert run_step(scheduler, 1.5) == [1]
+        assert scheduler.wake_at(1.5) == 1.0 + PATIENCE_S[BALANCED]
+        assert run_step(scheduler, 1.0 + PATIENCE_S[BALANCED]) == [1, 2]
 
     def test_all_rows_of_class_latency_are_in_one_batch(self) -> None:
         scheduler = make_decoding(self.LIMITS, *make_sequences(*[LATENCY] * 5))

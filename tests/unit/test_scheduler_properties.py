@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from orchestrator.core.admission import MAX_PREEMPTIONS
-from orchestrator.core.batch import ATTENTION_BLOCK, Batch, Emitted, SampledId, chunk_size
+from orchestrator.core.batch import ATTENTION_BLOCK, INDIVISIBLE_TOKENS, Batch, Emitted, SampledId, chunk_size
 from orchestrator.core.decoding import MIN_CHUNK_TOKENS
 from orchestrator.core.limits import STEP_TOKENS, Pace, SchedulerLimits
 from orchestrator.core.qos import outranks
@@ -360,8 +360,8 @@ def test_no_cut_of_a_longer_prompt_has_a_chunk_of_one_token(num_prompt: int, roo
 
 
 @given(num_left=st.integers(1, 500), room=st.integers(MIN_CHUNK_TOKENS, 70))
-def test_room_for_the_smallest_chunk_is_always_enough_to_go_on(num_left: int, room: int) -> None:
-    assert chunk_size(num_left, room) > 0
+def test_room_for_two_tokens_is_enough_to_go_on_but_for_the_last_three(num_left: int, room: int) -> None:
+    assert (chunk_size(num_left, room) > 0) == (num_left != INDIVISIBLE_TOKENS or room >= INDIVISIBLE_TOKENS)
 
 
 @given(num_left=st.integers(2, 500), room=st.integers(4, 70))
