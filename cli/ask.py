@@ -28,11 +28,16 @@ MinP = Annotated[float | None, typer.Option(help="Drop tokens less likely than t
 RepetitionPenalty = Annotated[float | None, typer.Option(help="Above 1: less repetition.")]
 PresencePenalty = Annotated[float | None, typer.Option(help="Above 0: fewer tokens that the answer has used.")]
 FrequencyPenalty = Annotated[float | None, typer.Option(help="Above 0: the fewer, the more often it has.")]
-Seed = Annotated[int | None, typer.Option(help="Same seed, prompt and options: same answer.")]
+Seed = Annotated[int | None, typer.Option(help="Same seed, prompt, class and options: same answer.")]
 Stop = Annotated[list[str] | None, typer.Option(help="End the answer before this text; may be given several times.")]
-Qos = Annotated[QosClass | None, typer.Option(help="How to be served.")]
+Qos = Annotated[QosClass | None, typer.Option(help="How to be served; latency computes rows alone: other last bits.")]
 Tenant = Annotated[str | None, typer.Option(help="On whose account; tenants share fairly.")]
-Deadline = Annotated[float | None, typer.Option("--deadline", help="Seconds the whole answer may take.")]
+Deadline = Annotated[
+    float | None,
+    typer.Option(
+        "--deadline", help="Seconds the answer may take; refused at once if not even its first token can make it."
+    ),
+]
 Pace = Annotated[float | None, typer.Option("--pace", help="At most so many tokens a second.")]
 
 DEFAULT_SERVER = f"127.0.0.1:{DEFAULT_PORT}"
@@ -149,7 +154,7 @@ def answer_to_jsonable(answer: Generation) -> object:
 def summary(answer: Generation) -> str:
     return (
         f"{answer.finish_reason.value}, {answer.completion_tokens} tokens, "
-        f"first after {answer.ttft_ms:.0f} ms, {answer.tokens_per_s:.1f} tokens/s"
+        f"first after {answer.ttft_ms:.0f} ms, {answer.tokens_per_s:.1f} tokens/s; request {answer.request_id}"
     )
 
 

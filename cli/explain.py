@@ -31,6 +31,9 @@ def explain(
         write_json(story)
         return
     say(headline(story))
+    if story.routes:
+        say("scores are predicted times, the lowest wins: queue + prefill + 64 tokens for an answer (class throughput:")
+        say("their share of a batch; class latency: doubled where others share the pipeline)")
     for route in story.routes:
         say(f"\n{_at(route.at_ms)}  {route.reason}: {_choice(route)}")
         say(candidate_table(route))

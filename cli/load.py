@@ -57,7 +57,9 @@ def _settings(
         float | None, typer.Option(help="Objective of all classes for each further token; 0: none.", min=0)
     ] = None,
     timeout: Annotated[float, typer.Option(help="End after so many seconds, with what there is.", min=0.1)] = 3600.0,
-    json: Annotated[Path | None, typer.Option("--json", help="Write the report as JSON; - to stdout.")] = None,
+    json: Annotated[
+        Path | None, typer.Option("--json", help="Write the report as JSON; - to stdout.", dir_okay=False)
+    ] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write the report as a page.", dir_okay=False)] = None,
     records: Annotated[bool, typer.Option("--records", help="In the JSON: every request by itself.")] = False,
 ) -> Settings:

@@ -38,11 +38,14 @@ class Files:
 
 def check_files(files: Files) -> None:
     """Before a long run: that its report can be written. Raises ConfigError."""
-    from loadtest.report import NEEDS_MATPLOTLIB, can_draw
+    from loadtest.report import NEEDS_MATPLOTLIB, can_draw, check_writable
 
     for path in (files.json, files.html):
-        if path is not None and path != STDOUT and not path.absolute().parent.is_dir():
+        if path is None or path == STDOUT:
+            continue
+        if not path.absolute().parent.is_dir():
             raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}")
+        check_writable(path)
     if files.html is not None and files.json is None and not can_draw():
         raise ConfigError(NEEDS_MATPLOTLIB)
 
@@ -91,11 +94,11 @@ def _show(report: Report) -> None:
     say(f"{result.plan.description}, seed {result.plan.seed}, took {result.duration_s:.1f} s")
     for warning in warnings(report):
         say(f"! {warning}")
+    if statistics.slos:
+        say(tables.slo_line(statistics))
     if report.ramp is not None:
         say(_rich(tables.probes(report.ramp.probes)))
-        say(
-            f"highest rate that holds: {tables.format_rate(report.ramp.best_per_s)} requests/s ({report.ramp.end.value})"
-        )
+        say(tables.ramp_line(report.ramp))
     groups = [statistics.overall, *statistics.by_class]
     # With one class, all and the class are the same.
     say(_rich(tables.figures(groups[-1:] if len(groups) == 2 else groups, is_brief=True)))

@@ -183,14 +183,15 @@ def _progress(title: str) -> Iterator[Show]:
 
 
 def _describe(progress: Progress) -> str:
+    from loadtest.runner import RATE_S
     from loadtest.tables import format_rate, format_s
 
     num_ended = progress.num_ok + progress.num_failed
     failed = f" ({progress.num_failed} failed)" if progress.num_failed else ""
     return (
         f"{progress.elapsed_s:.0f} s: {num_ended} of {progress.num_planned} ended{failed}, "
-        f"{progress.num_running} under way, {format_rate(progress.tokens_per_s)} tokens/s, "
-        f"TTFT {format_s(progress.ttft_s)}"
+        f"{progress.num_running} under way, {format_rate(progress.tokens_per_s)} tokens/s in the last "
+        f"{RATE_S:g} s, median TTFT {format_s(progress.ttft_s)}"
     )
 
 

@@ -18,6 +18,7 @@ from cli.models import fetch, open_store
 from cli.show import device_table
 from cli.terminal import note, say, waiting
 from shoal.config import DEFAULT_PORT, Config, Option, OrchestratorConfig, WorkerConfig, from_environment, options
+from shoal.errors import ConfigError
 
 if TYPE_CHECKING:
     from launch.local import LocalFleet
@@ -117,6 +118,7 @@ def running_fleet(config: OrchestratorConfig, devices: str) -> Iterator[tuple[Lo
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     names = [name.strip() for name in devices.split(",") if name.strip()]
+    _check(config, len(names))
     fleet = LocalFleet(config, names, worker=WorkerConfig(use_sockets=config.use_sockets))
     _require_model(config)
     started_at = time.monotonic()
@@ -126,6 +128,17 @@ def running_fleet(config: OrchestratorConfig, devices: str) -> Iterator[tuple[Lo
         devices_ready = "1 device" if len(names) == 1 else f"{len(names)} devices"
         say(f"{devices_ready} ready after {time.monotonic() - started_at:.1f} s", style="bold")
         yield fleet, status
+
+
+def _check(config: OrchestratorConfig, num_devices: int) -> None:
+    """Raise ConfigError for what the orchestrator would only say in its log, or not at all."""
+    from orchestrator.core.tenants import parse_weights
+
+    parse_weights(config.tenant_weights)
+    if config.replicas > num_devices:
+        raise ConfigError(
+            f"replicas = {config.replicas} with {num_devices} devices: a pipeline needs one at least", field="replicas"
+        )
 
 
 def _require_model(config: OrchestratorConfig) -> None:

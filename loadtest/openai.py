@@ -27,6 +27,12 @@ from shoal.errors import (
 )
 
 MAX_MESSAGE_CHARS = 300
+# What garbage makes of reading it: RecursionError where it is nested too deeply, OverflowError of a count that is infinite.
+UNREADABLE = (ValueError, AttributeError, TypeError, LookupError, RecursionError, OverflowError)
+
+
+class ForeignModelNotFound(ModelNotFound):
+    """The same of a server that is not Shoal's: a kind of its own, for our commands know nothing of its models."""
 
 
 class StreamedAnswer:
@@ -56,7 +62,7 @@ class StreamedAnswer:
             choices = chunk.get("choices") or []
             num_tokens = int(any(_has_text(choice) for choice in choices))
             finishes = [choice["finish_reason"] for choice in choices if choice.get("finish_reason")]
-        except (ValueError, AttributeError, TypeError, LookupError):
+        except UNREADABLE:
             raise ProtocolMismatch(f"{self._where} sent what is no completion chunk: {_short(data)}") from None
         self._finish = str(finishes[0]) if finishes else self._finish
         self.num_tokens += num_tokens
@@ -78,13 +84,24 @@ def error_of_response(status: int, retry_after: str, body: bytes, where: str) ->
     """Say why a request was refused; retry_after: that header, or ""."""
     try:
         described = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         described = body.decode(errors="replace")
     if isinstance(described, Mapping):
         described = described.get("error", described)
+    if status == 404 and not (isinstance(described, Mapping) and described.get("message")):
+        return _no_such_path(described, where)
     error = _error_of_object(described, status=status, where=where)
     error.retry_after_s = _retry_after_s(retry_after)
     return error
+
+
+def _no_such_path(described: object, where: str) -> ShoalError:
+    """A 404 without an error object: not of the model, for of that such a server would speak."""
+    said = described.get("detail") if isinstance(described, Mapping) else described
+    quoted = f" ({_short(str(said))})" if said else ""
+    return InvalidRequest(
+        "url", f"{where} says 404{quoted}: there is no such path; does the URL end as it should, usually in /v1?"
+    )
 
 
 def _error_of_object(error: object, *, status: int, where: str) -> ShoalError:
@@ -107,7 +124,7 @@ def _error_of_status(status: int, message: str, field: str) -> ShoalError:
         case 401 | 403:
             return InvalidRequest("api key", message)
         case 404:
-            return ModelNotFound(message)
+            return ForeignModelNotFound(message)
         case 408 | 504:
             return DeadlineExceeded(message)
         case 502 | 503:
@@ -128,7 +145,7 @@ def _retry_after_s(value: str) -> float:
         pass
     try:
         return max(0.0, (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds())
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         return 0.0
 
 

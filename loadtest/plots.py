@@ -65,6 +65,8 @@ HALF, WIDE = 5.6, 11.4
 # More points than a plot is wide in pixels say nothing more.
 MAX_POINTS = 400
 NUM_BINS = 120
+# Labels of rates that fit beside each other on a wide plot.
+MAX_RATE_TICKS = 16
 # Zero, as between tokens of one message, has no place on a logarithmic axis.
 MIN_SHOWN_S = 1e-4
 
@@ -104,6 +106,8 @@ def draw_ramp(ramp: Ramp, good_share: float) -> Picture:
             )
         axes.axhline(good_share, color=_INK, linewidth=1, linestyle=":")
         axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_locator(FixedLocator(_rate_ticks([probe.rate_per_s for probe in ramp.probes])))
+        axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(FuncFormatter(lambda rate, _: format_rate(rate)))
         axes.yaxis.set_major_formatter(FuncFormatter(_percent))
         axes.set_ylim(-0.03, 1.03)
@@ -256,6 +260,17 @@ def _time_axis(axes: Axes, shown: Sequence[Floats]) -> None:
     axes.xaxis.set_major_locator(LogLocator(subs=(1.0,) if is_wide else (1.0, 2.0, 5.0)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda seconds, _: _plain_time(seconds)))
+
+
+def _rate_ticks(rates_per_s: Sequence[float]) -> list[float]:
+    """The rates that were tried, without those so near to another that their labels would overlap."""
+    ticks: list[float] = []
+    rates = sorted(rates_per_s)
+    least_ratio = (rates[-1] / rates[0]) ** (1 / MAX_RATE_TICKS) if rates else 1.0
+    for rate in rates:
+        if not ticks or rate >= ticks[-1] * least_ratio:
+            ticks.append(rate)
+    return ticks
 
 
 def _percent(share: float, _: object) -> str:

@@ -23,6 +23,8 @@ GOOD_SHARE = 0.99
 MAX_PROBES = 12
 # A rate that holds and one that does not, this close together, are one to whoever plans a fleet.
 PRECISION = 0.1
+# With fewer requests, a share of 99 % would be one of all.
+MIN_PROBE_REQUESTS = 100
 _DIGITS = 3
 
 
@@ -90,6 +92,7 @@ class RampEnd(Enum):
     NO_LIMIT = "no limit met"
     NONE_HOLDS = "no rate holds"
     IMPRECISE = "out of probes"
+    NO_PLAN = "no further rate can be planned"
     OUT_OF_TIME = "out of time"
     INTERRUPTED = "interrupted"
 
@@ -112,12 +115,22 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Ramp:
-    """What a ramp found. best_per_s: the highest rate that held, 0 if none; best: its run, or the last one if none held."""
+    """What a ramp found. best_per_s: the highest rate that held, 0 if none; best: its run, or the last one if none held.
+
+    reason: in words, why a further rate could not be planned; "" where that did not end the search.
+    """
 
     probes: tuple[Probe, ...]
     best_per_s: float
     end: RampEnd
     best: Outcome
+    reason: str = ""
+
+    @property
+    def decisive(self) -> Probe | None:
+        """The probe that the result rests on: of the highest rate that held, or the last one; None if there was none."""
+        held = (probe for probe in self.probes if probe.holds and probe.rate_per_s == self.best_per_s)
+        return next(held, self.probes[-1] if self.probes else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +162,22 @@ async def ramp(
     stopping: asyncio.Event,
     on_probe: Callable[[Probe], None] = lambda _: None,
 ) -> Ramp:
-    """Try rates until the search is over, the time is, or `stopping` is set."""
+    """Try rates until the search is over, the time is, `stopping` is set, or the next rate has no plan.
+
+    Raises ConfigError if the first rate has none.
+    """
     over = asyncio.create_task(_await_end(stopping, bounds.max_s))
     probes: list[Probe] = []
     best: Outcome | None = None
     try:
         while (rate_per_s := search.next_rate_per_s()) is not None:
-            outcome = await _run_probe(make_plan(rate_per_s), run_plan, slos, bounds.good_share, over)
+            try:
+                plan = make_plan(rate_per_s)
+            except ConfigError as error:
+                if best is None:
+                    raise
+                return Ramp(tuple(probes), search.best_per_s, RampEnd.NO_PLAN, best, error.message)
+            outcome = await _run_probe(plan, run_plan, slos, bounds.good_share, over)
             if over.done():
                 return Ramp(tuple(probes), search.best_per_s, over.result(), best or outcome)
             probe = _judge(rate_per_s, outcome, slos, bounds.good_share)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime
@@ -20,7 +21,7 @@ from markupsafe import Markup
 
 from loadtest import tables
 from loadtest.plan import Plan, Record, RunResult
-from loadtest.ramp import Ramp, RampEnd
+from loadtest.ramp import MIN_PROBE_REQUESTS, Ramp, RampEnd
 from loadtest.runner import INTERRUPTED, RUN_TIMEOUT, Ending, Outcome
 from loadtest.statistics import MIN_P99_SAMPLES, Statistics, summarize
 from loadtest.targets import INSTALL_HINT
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 NEEDS_MATPLOTLIB = f"a page has pictures by matplotlib, which is not there; {INSTALL_HINT}"
 FORMAT = "shoal-load-report"
 # Rises whenever a field changes its meaning or goes; new fields alone do not raise it.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,8 @@ def warnings(report: Report) -> list[str]:
         f"Some of this is the harness's doing, not the server's: {reason}." for reason in statistics.client.reasons
     ]
     rough = [group.name for group in statistics.by_class if group.ttft is not None and group.ttft.is_p99_rough]
+    if report.ramp is not None and (few := _few_requests(report.ramp)):
+        said.append(few)
     if rough:
         classes = ", ".join(rough)
         said.append(
@@ -76,7 +79,11 @@ def warnings(report: Report) -> list[str]:
 
 
 def _shortfalls(report: Report) -> list[str]:
-    if report.ramp is not None and report.ramp.end is RampEnd.NONE_HOLDS:
+    if (
+        report.ramp is not None
+        and report.ramp.end in (RampEnd.NONE_HOLDS, RampEnd.NO_PLAN)
+        and not report.ramp.best_per_s
+    ):
         return ["No rate held its objectives; the figures are of the last one, which was cut short when that was sure."]
     if report.outcome.ending is Ending.COMPLETE:
         return []
@@ -84,6 +91,16 @@ def _shortfalls(report: Report) -> list[str]:
     num_planned = len(report.result.plan.requests)
     num_ended = sum(record.error not in (RUN_TIMEOUT, INTERRUPTED) for record in report.result.records)
     return [f"This is a part of what was planned: {num_ended} of {num_planned} requests ended before {why}."]
+
+
+def _few_requests(ramp: Ramp) -> str:
+    probe = ramp.decisive
+    if probe is None or probe.num_requests >= MIN_PROBE_REQUESTS:
+        return ""
+    return (
+        f"The ramp's result rests on {probe.num_requests} requests: fewer than {MIN_PROBE_REQUESTS} prove little of a share "
+        "of 99 %; ask for more by --requests or --duration."
+    )
 
 
 def to_jsonable(report: Report, *, with_records: bool = False) -> dict[str, Any]:
@@ -140,6 +157,7 @@ def to_html(report: Report) -> str:
     groups = [statistics.overall, *statistics.by_class]
     return environment.get_template("report.html").render(
         report=report,
+        date=report.created_at.strftime("%Y-%m-%d %H:%M %Z"),
         result=result,
         statistics=statistics,
         warnings=warnings(report),
@@ -169,7 +187,7 @@ def _tiles(report: Report) -> list[tuple[str, str]]:
     found = [("requests/s that hold", tables.format_rate(ramp.best_per_s))] if ramp else []
     return [
         *found,
-        ("met their SLO", tables.format_share(overall.good_share)),
+        ("met their SLO", tables.format_met(overall)),
         ("TTFT p99", tables.format_s(overall.ttft.p99_s if overall.ttft else None)),
         ("TPOT p99", tables.format_s(overall.tpot.p99_s if overall.tpot else None)),
         ("tokens/s in all", tables.format_rate(overall.tokens_per_s)),
@@ -195,6 +213,7 @@ def _ramp_fields(ramp: Ramp, good_share: float) -> dict[str, Any]:
     return {
         "best_per_s": ramp.best_per_s,
         "end": ramp.end.value,
+        "reason": ramp.reason,
         "good_share": good_share,
         "probes": [dataclasses.asdict(probe) for probe in ramp.probes],
     }
@@ -223,8 +242,41 @@ def _record_fields(record: Record) -> dict[str, Any]:
     }
 
 
+def check_writable(path: Path) -> None:
+    """Find out, without changing what is there, whether a report can be written. Raises ConfigError."""
+    problem = ""
+    try:
+        if path.is_dir():
+            problem = "it is a folder"
+        elif _is_replaced(path):
+            draft = _draft_of(path)
+            draft.touch()
+            draft.unlink()
+        elif not os.access(path, os.W_OK):
+            problem = "it is not open to writing"
+    except OSError as error:
+        problem = error.strerror or str(error)
+    if problem:
+        raise ConfigError(f"{path} cannot be written: {problem}")
+
+
 def _write(path: Path, text: str) -> None:
     """Write a file at once: whoever reads it finds the old one or the whole new one."""
-    draft = path.with_name(path.name + ".part")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)
+    if not _is_replaced(path):
+        path.write_text(text, encoding="utf-8")
+        return
+    draft = _draft_of(path)
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _is_replaced(path: Path) -> bool:
+    """Whether a new file takes the place of what is there: never of a device, a pipe or a link, which others use too."""
+    return not path.is_symlink() and (path.is_file() or not path.exists())
+
+
+def _draft_of(path: Path) -> Path:
+    return path.with_name(path.name + ".part")

@@ -27,8 +27,9 @@ RUN_TIMEOUT = "RUN_TIMEOUT"
 INTERRUPTED = "INTERRUPTED"
 
 PROGRESS_S = 0.25
-# Tokens a second, as shown on the way, are over so many looks: 2 s.
+# Tokens a second, as shown on the way, are over so many looks.
 RATE_LOOKS = 8
+RATE_S = RATE_LOOKS * PROGRESS_S
 RECENT_TTFTS = 64
 MAX_MESSAGE_CHARS = 300
 
@@ -56,7 +57,7 @@ class Outcome:
 class Progress:
     """How far a run is.
 
-    tokens_per_s: of the last two seconds. ttft_s: median of the latest answers, None before the first.
+    tokens_per_s: of the last RATE_S. ttft_s: median of the latest answers, None before the first.
     """
 
     elapsed_s: float

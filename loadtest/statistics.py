@@ -58,7 +58,8 @@ class Group:
     """Figures of the requests of a class, tenant or stream, or of all; None where there is no sample.
 
     errors: number by reason. gap: between neighbouring tokens, 0 for those of one message. tpot: a figure a request.
-    num_good: of those that met their class's SLO. tokens_per_s: tokens that reached the client by the run's duration.
+    num_good: of those that ended well and missed no objective. num_judged: of classes that have an SLO; good_share: of
+    these, None where there is none. tokens_per_s: tokens that reached the client by the run's duration.
     steady_tokens_per_s: those between the first and the last arrival of the run, without the tail in which it empties.
     """
 
@@ -74,7 +75,8 @@ class Group:
     gap: Spread | None
     e2e: Spread | None
     num_good: int
-    good_share: float
+    num_judged: int
+    good_share: float | None
     goodput_per_s: float
     tokens_per_s: float
     steady_tokens_per_s: float | None
@@ -161,7 +163,9 @@ def summarize(result: RunResult) -> Statistics:
 def summarize_group(name: str, records: Sequence[Record], result: RunResult) -> Group:
     """Make the figures of some of a run's records."""
     answered = [record for record in records if record.is_ok]
-    num_good = sum(is_good(record, result.slos.get(record.request.qos, Slo())) for record in records)
+    with_slo = [(record, result.slos.get(record.request.qos, Slo())) for record in records]
+    num_good = sum(is_good(record, slo) for record, slo in with_slo)
+    judged = [is_good(record, slo) for record, slo in with_slo if slo != Slo()]
     duration_s = result.duration_s
     token_at_s = np.array([at_s for record in records for at_s in record.token_at_s], dtype=np.float64)
     return Group(
@@ -177,7 +181,8 @@ def summarize_group(name: str, records: Sequence[Record], result: RunResult) -> 
         gap=spread(gap_s for record in answered for gap_s in gaps_s(record)),
         e2e=spread(e2e_s(record) for record in answered),
         num_good=num_good,
-        good_share=num_good / len(records) if records else 0.0,
+        num_judged=len(judged),
+        good_share=sum(judged) / len(judged) if judged else None,
         goodput_per_s=num_good / duration_s if duration_s > 0 else 0.0,
         tokens_per_s=int((token_at_s <= duration_s).sum()) / duration_s if duration_s > 0 else 0.0,
         steady_tokens_per_s=_steady_rate(token_at_s, result.records),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from loadtest.plan import Record, Slo
-from loadtest.ramp import Probe
+from loadtest.ramp import Probe, Ramp
 from loadtest.statistics import Group, Spread, Statistics
 from shoal.types import QosClass
 
@@ -48,6 +48,11 @@ def format_share(share: float) -> str:
     return f"{int(share * 1000 + 1e-9) / 10:g} %"
 
 
+def format_met(group: Group) -> str:
+    """The share that met its SLO; nothing where nothing was asked for."""
+    return NONE if group.good_share is None else format_share(group.good_share)
+
+
 def format_slo(slo: Slo) -> str:
     limits = (("TTFT", slo.ttft_s), ("TPOT", slo.tpot_s), ("e2e", slo.e2e_s))
     return ", ".join(f"{name} <= {format_s(limit)}" for name, limit in limits if limit is not None) or "none"
@@ -74,7 +79,7 @@ def figures(groups: Sequence[Group], *, is_brief: bool = False) -> Table:
     rows = [
         ("requests", *(str(group.num_requests) for group in groups)),
         ("failed", *(str(group.num_requests - group.num_ok) for group in groups)),
-        ("met its SLO", *(format_share(group.good_share) if group.num_requests else NONE for group in groups)),
+        ("met its SLO", *(format_met(group) for group in groups)),
     ]
     for name, spread_of, brief in _SPREADS:
         for percentile in brief if is_brief else _PERCENTILES:
@@ -104,6 +109,20 @@ def _cell(spread: Spread | None, percentile: str) -> str:
 
 def objectives(statistics: Statistics) -> Table:
     return Table(("class", "objective"), tuple((name, format_slo(slo)) for name, slo in statistics.slos.items()))
+
+
+def slo_line(statistics: Statistics) -> str:
+    """The SLOs in force for what was asked, in a line: SLO: latency TTFT 500 ms, TPOT 30 ms; throughput none."""
+    present = [group.name for group in statistics.by_class]
+    told = (f"{name} {format_slo(slo).replace('<= ', '')}" for name, slo in statistics.slos.items() if name in present)
+    return f"SLO: {'; '.join(told) or 'none'}"
+
+
+def ramp_line(ramp: Ramp) -> str:
+    """What a ramp found, why it ended, and on how many requests that rests."""
+    reason = f": {ramp.reason}" if ramp.reason else ""
+    rests = f"; this rests on {ramp.decisive.num_requests} requests" if ramp.decisive else ""
+    return f"highest rate that holds: {format_rate(ramp.best_per_s)} requests/s ({ramp.end.value}{reason}){rests}"
 
 
 def errors(records: Iterable[Record]) -> Table:

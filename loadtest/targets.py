@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
 from loadtest.answers import Arrival, End, Event
-from loadtest.openai import StreamedAnswer, error_of_response
+from loadtest.openai import UNREADABLE, StreamedAnswer, error_of_response
 from loadtest.plan import PlannedRequest
 from loadtest.sse import EventTooLong, SseParser
 from shoal.client import AsyncClient
@@ -136,7 +136,7 @@ class OpenAiTarget:
             raise _refusal(response, response.content)
         try:
             return str(response.json()["data"][0]["id"])
-        except (ValueError, LookupError, TypeError):
+        except UNREADABLE:
             raise ProtocolMismatch(f"{self._where} lists no models; name one with --model") from None
 
     async def ask(self, request: PlannedRequest) -> AsyncGenerator[Event, None]:

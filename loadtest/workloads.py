@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import os
+import re
+import sys
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -95,7 +97,8 @@ def _whole(least: int, most: int, unit: str = "") -> _Rule:
 
 
 def _number(allowed: str, is_allowed: Callable[[Any], bool]) -> _Rule:
-    return _Rule((int, float), allowed, is_allowed)
+    # Whole numbers of TOML may be longer than any float.
+    return _Rule((int, float), allowed, lambda number: abs(number) <= sys.float_info.max and is_allowed(number))
 
 
 _CLASSES = tuple(qos.value for qos in QosClass)
@@ -144,7 +147,7 @@ def shipped_workloads() -> tuple[str, ...]:
 def load_workload(name_or_path: str) -> Workload:
     """Read a shipped workload by name, or a file whose path has a separator or ends in .toml.
 
-    Raises ConfigError that names the file, the field and what it may be.
+    Raises ConfigError that names the file, the line, the field and what it may be.
     """
     is_path = name_or_path.endswith(".toml") or "/" in name_or_path or os.sep in name_or_path
     entry = Path(name_or_path) if is_path else _shipped().joinpath(f"{name_or_path}.toml")
@@ -163,92 +166,169 @@ def load_workload(name_or_path: str) -> Workload:
 
 def parse_workload(text: str, where: str) -> Workload:
     """Read a workload from TOML; where: what to call the file in errors. Raises ConfigError as load_workload()."""
-    try:
-        content = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{where}: not valid TOML: {error}") from error
-    _check(where, content, _WORKLOAD_RULES, prefix="")
-    _require(where, content, ("name", "stream"), _WORKLOAD_RULES, prefix="")
-    tables = content["stream"]
-    names = [_stream_name(where, number, table) for number, table in enumerate(tables, start=1)]
-    if len(set(names)) < len(names):
-        raise ConfigError(f"{where}: stream.name: two streams have one name; each needs its own", field="stream.name")
-    shares, rate_per_s = _shares(where, tables)
+    file = _File(where, text)
+    top = _Place(file)
+    _check(top, file.content, _WORKLOAD_RULES)
+    _require(top, file.content, ("name", "stream"), _WORKLOAD_RULES)
+    tables = file.content["stream"]
+    names = [_stream_name(top.of("stream"), index, table) for index, table in enumerate(tables)]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise _Place(file, ("stream", index, "name"), "stream.name").refusal(
+                f"= {name!r}: two streams have one name; each needs its own"
+            )
+    shares, rate_per_s = _shares(file, tables)
     return Workload(
-        name=content["name"],
-        description=content.get("description", ""),
-        streams=tuple(_stream(where, table, share) for table, share in zip(tables, shares, strict=True)),
-        slos=_slos(where, content.get("slo", {})),
+        name=file.content["name"],
+        description=file.content.get("description", ""),
+        streams=tuple(
+            _stream(_stream_place(file, index, name), table, share)
+            for index, (name, table, share) in enumerate(zip(names, tables, shares, strict=True))
+        ),
+        slos=_slos(top, file.content.get("slo", {})),
         rate_per_s=rate_per_s,
     )
+
+
+class _File:
+    """A workload's text, what it says, and where it says it."""
+
+    __slots__ = ("content", "name", "text")
+
+    def __init__(self, name: str, text: str) -> None:
+        """Raise ConfigError with the line for what is not TOML."""
+        self.name = name
+        self.text = text.replace("\r\n", "\n")
+        try:
+            self.content: dict[str, Any] = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            found = re.search(r"at line (\d+)", str(error))
+            line = int(found[1]) if found else text.count("\n") + 1
+            raise ConfigError(f"{name}:{line}: not valid TOML: {error}", field="workload") from error
+        except RecursionError:
+            raise ConfigError(f"{name}: not valid TOML: nested too deeply", field="workload") from None
+
+    def position(self, path: tuple[str | int, ...]) -> str:
+        """The file and, for a field or else the table it should be in, the line of the statement that sets it.
+
+        That is the last one of the shortest text, cut between statements, that has the field in it: so the parser alone
+        decides what a statement is, whichever way it is written.
+        """
+        while path and not _has(self.content, path):
+            path = path[:-1]
+        if not path:
+            return self.name
+        lines = self.text.split("\n")
+        begin = 1
+        for end in range(1, len(lines) + 1):
+            try:
+                content = tomllib.loads("\n".join(lines[:end]))
+            except tomllib.TOMLDecodeError:
+                continue  # cut within a statement
+            if _has(content, path):
+                return f"{self.name}:{begin}"
+            begin = end + 1
+        raise AssertionError(f"{path} is not in {self.name}")
+
+
+def _has(content: Any, path: tuple[str | int, ...]) -> bool:
+    for key in path:
+        is_there = (
+            0 <= key < len(content)
+            if isinstance(key, int) and isinstance(content, list)
+            else (isinstance(content, dict) and key in content)
+        )
+        if not is_there:
+            return False
+        content = content[key]
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A field or table of a file. path: the keys that lead there; shown: what messages call it, "" for the file."""
+
+    file: _File
+    path: tuple[str | int, ...] = ()
+    shown: str = ""
+
+    def of(self, key: str) -> _Place:
+        """A field of this table."""
+        # A stream is called by its name, which is no key: "stream a: share", but "slo.latency.ttft_ms".
+        separator = ": " if self.path[:1] == ("stream",) and len(self.path) == 2 else "." if self.shown else ""
+        return _Place(self.file, (*self.path, key), f"{self.shown}{separator}{key}")
+
+    def refusal(self, problem: str) -> ConfigError:
+        return ConfigError(f"{self.file.position(self.path)}: {self.shown} {problem}", field=self.shown)
+
+    def not_allowed(self, shown: str, allowed: str) -> ConfigError:
+        return self.refusal(f"= {shown} is not allowed; it must be {allowed}")
+
+
+def _stream_place(file: _File, index: int, name: object) -> _Place:
+    return _Place(file, ("stream", index), f"stream {name or index + 1}")
 
 
 def _shipped() -> Traversable:
     return files("loadtest").joinpath("data", "workloads")
 
 
-def _check(where: str, content: Mapping[str, Any], rules: Mapping[str, _Rule], *, prefix: str) -> None:
+def _check(place: _Place, content: Mapping[str, Any], rules: Mapping[str, _Rule]) -> None:
     for key, value in content.items():
-        name = prefix + key
         if key not in rules:
-            raise ConfigError(
-                f"{where}: {name} is not a field of a workload; fields are {', '.join(rules)}", field=name
-            )
+            raise place.of(key).refusal(f"is not a field of a workload; fields are {', '.join(rules)}")
         # bool is an int to isinstance, but `turns = true` is a mistake.
         if type(value) not in rules[key].types or not rules[key].is_allowed(value):
             shown = str(value).lower() if isinstance(value, bool) else repr(value)
-            raise _not_allowed(where, name, shown, rules[key].allowed)
+            raise place.of(key).not_allowed(shown, rules[key].allowed)
 
 
-def _require(
-    where: str, content: Mapping[str, Any], names: tuple[str, ...], rules: Mapping[str, _Rule], *, prefix: str
-) -> None:
+def _require(place: _Place, content: Mapping[str, Any], names: tuple[str, ...], rules: Mapping[str, _Rule]) -> None:
     for name in names:
         if name not in content:
-            raise ConfigError(
-                f"{where}: {prefix}{name} is missing; it must be {rules[name].allowed}", field=prefix + name
-            )
+            raise place.of(name).refusal(f"is missing; it must be {rules[name].allowed}")
 
 
-def _not_allowed(where: str, field: str, shown: str, allowed: str) -> ConfigError:
-    return ConfigError(f"{where}: {field} = {shown} is not allowed; it must be {allowed}", field=field)
-
-
-def _stream_name(where: str, number: int, table: object) -> str:
+def _stream_name(streams: _Place, index: int, table: object) -> str:
     """Check a stream's fields one by one; return its name."""
     if not isinstance(table, dict):
-        raise _not_allowed(where, "stream", repr(table), _WORKLOAD_RULES["stream"].allowed)
-    prefix = f"stream {table.get('name') or number}: "
-    _check(where, table, _STREAM_RULES, prefix=prefix)
-    _require(where, table, _REQUIRED, _STREAM_RULES, prefix=prefix)
+        raise streams.not_allowed(repr(table), _WORKLOAD_RULES["stream"].allowed)
+    place = _stream_place(streams.file, index, table.get("name"))
+    _check(place, table, _STREAM_RULES)
+    _require(place, table, _REQUIRED, _STREAM_RULES)
     return str(table["name"])
 
 
-def _shares(where: str, tables: list[dict[str, Any]]) -> tuple[list[float], float | None]:
+def _shares(file: _File, tables: list[dict[str, Any]]) -> tuple[list[float], float | None]:
     """Return the streams' shares, and the rate of all of them where the file has rates."""
-    rates = [float(table["rate_per_s"]) for table in tables if "rate_per_s" in table]
-    if not rates:
-        return [float(table.get("share", 1.0)) for table in tables], None
-    if len(rates) < len(tables) or any("share" in table for table in tables):
-        raise ConfigError(
-            f"{where}: rate_per_s must be given for all streams and share for none, or the other way round",
-            field="rate_per_s",
+    with_rate = [index for index, table in enumerate(tables) if "rate_per_s" in table]
+    if with_rate and (len(with_rate) < len(tables) or any("share" in table for table in tables)):
+        raise _Place(file, ("stream", with_rate[0], "rate_per_s"), "rate_per_s").refusal(
+            "must be given for all streams and share for none, or the other way round"
         )
-    return rates, sum(rates)
+    field = "rate_per_s" if with_rate else "share"
+    shares = [float(table.get(field, 1.0)) for table in tables]
+    if math.isinf(sum(shares)):
+        largest = shares.index(max(shares))
+        raise (
+            _stream_place(file, largest, tables[largest]["name"])
+            .of(field)
+            .not_allowed(repr(tables[largest][field]), "so small that all streams' have a finite sum")
+        )
+    return shares, sum(shares) if with_rate else None
 
 
-def _stream(where: str, table: Mapping[str, Any], share: float) -> Stream:
-    prefix = f"stream {table['name']}: "
+def _stream(place: _Place, table: Mapping[str, Any], share: float) -> Stream:
     stream = Stream(
         name=table["name"],
         share=share,
         qos=QosClass(table.get("qos", QosClass.BALANCED.value)),
         tenant=table.get("tenant", ""),
-        prompt_tokens=_amount(where, prefix + "prompt_tokens", table["prompt_tokens"], MIN_PROMPT_TOKENS, MAX_TOKENS),
-        output_tokens=_amount(where, prefix + "output_tokens", table["output_tokens"], 1, MAX_TOKENS),
+        prompt_tokens=_amount(place.of("prompt_tokens"), table["prompt_tokens"], MIN_PROMPT_TOKENS, MAX_TOKENS),
+        output_tokens=_amount(place.of("output_tokens"), table["output_tokens"], 1, MAX_TOKENS),
         prefix_tokens=table.get("prefix_tokens", 0),
         num_prefixes=table.get("num_prefixes", 1),
-        turns=_amount(where, prefix + "turns", table.get("turns", 1), 1, MAX_TURNS),
+        turns=_amount(place.of("turns"), table.get("turns", 1), 1, MAX_TURNS),
         think_s=float(table.get("think_s", DEFAULT_THINK_S)),
         max_prompt_tokens=table.get("max_prompt_tokens", DEFAULT_MAX_PROMPT_TOKENS),
         max_tokens_per_s=float(table.get("max_tokens_per_s", 0.0)),
@@ -256,20 +336,20 @@ def _stream(where: str, table: Mapping[str, Any], share: float) -> Stream:
     longest = stream.prefix_tokens + stream.prompt_tokens.maximum
     if longest > stream.max_prompt_tokens:
         allowed = f"at least prefix_tokens and the longest of prompt_tokens, {longest}"
-        raise _not_allowed(where, prefix + "max_prompt_tokens", str(stream.max_prompt_tokens), allowed)
+        raise place.of("max_prompt_tokens").not_allowed(str(stream.max_prompt_tokens), allowed)
     if 0 < stream.prefix_tokens < MIN_PROMPT_TOKENS:
         allowed = f"0 or at least {MIN_PROMPT_TOKENS}"
-        raise _not_allowed(where, prefix + "prefix_tokens", str(stream.prefix_tokens), allowed)
+        raise place.of("prefix_tokens").not_allowed(str(stream.prefix_tokens), allowed)
     return stream
 
 
-def _amount(where: str, field: str, value: int | dict[str, Any], least: int, most: int) -> Amount:
+def _amount(place: _Place, value: int | dict[str, Any], least: int, most: int) -> Amount:
     """Read a number, or a table with a distribution of numbers from `least` to `most`."""
     table: dict[str, Any] = {"distribution": "fixed", "tokens": value} if isinstance(value, int) else value
     named = table.get("distribution")
     if named not in _SHAPES:
         allowed = f"a whole number from {least} to {most}, or a table whose distribution is one of {', '.join(_SHAPES)}"
-        raise _not_allowed(where, f"{field}.distribution", repr(named), allowed)
+        raise place.of("distribution").not_allowed(repr(named), allowed)
     shape = Shape(named)
     bound = _whole(least, most)
     rules = {
@@ -282,23 +362,24 @@ def _amount(where: str, field: str, value: int | dict[str, Any], least: int, mos
     }
     names = _FIELDS_OF_SHAPE[shape]
     rules = {name: rules[name] for name in ("distribution", *names)}
-    _check(where, table, rules, prefix=f"{field}.")
-    _require(where, table, names, rules, prefix=f"{field}.")
+    _check(place, table, rules)
+    _require(place, table, names, rules)
     if shape is Shape.FIXED:
         return fixed(table["tokens"])
     if table["max"] < table["min"]:
-        raise _not_allowed(where, f"{field}.max", str(table["max"]), f"at least min, {table['min']}")
+        raise place.of("max").not_allowed(str(table["max"]), f"at least min, {table['min']}")
     median, sigma = float(table.get("median", 0.0)), float(table.get("sigma", 0.0))
     return Amount(shape, table["min"], table["max"], median, sigma)
 
 
-def _slos(where: str, tables: Mapping[str, Any]) -> dict[QosClass, Slo]:
+def _slos(top: _Place, tables: Mapping[str, Any]) -> dict[QosClass, Slo]:
     """Return every class's objectives: what the file says of them, and the default of what it does not mention."""
     slos = dict(DEFAULT_SLOS)
     for name, table in tables.items():
+        place = top.of("slo").of(name)
         if name not in _CLASSES or not isinstance(table, dict):
-            raise _not_allowed(where, f"slo.{name}", repr(table), _WORKLOAD_RULES["slo"].allowed)
-        _check(where, table, _SLO_RULES, prefix=f"slo.{name}.")
+            raise place.not_allowed(repr(table), _WORKLOAD_RULES["slo"].allowed)
+        _check(place, table, _SLO_RULES)
         limits = {field.replace("_ms", "_s"): limit / 1000.0 if limit > 0 else None for field, limit in table.items()}
         slos[QosClass(name)] = replace(slos[QosClass(name)], **limits)
     return slos

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from orchestrator.core.limits import Pace
-from orchestrator.core.routing import RouteRequest, reroute, route
+from orchestrator.core.routing import PipelineView, RouteRequest, reroute, route
 from orchestrator.core.sequence import Sequence
 from orchestrator.core.tenants import TenantLedger
 from orchestrator.explain import Stories, Story
@@ -167,7 +167,7 @@ class Engine:
         if not accepting:
             raise NotReady("no pipeline takes requests now; try again in a moment", retry_after_s=1.0)
         request = _route_request(sequence, now)
-        decision = route(request, [lane.view(request, now) for lane in self._lanes.values()])
+        decision = route(request, self._views(request, now))
         story.decide(decision, now)
         # Where no lane can ever hold it, the largest says so, with the numbers.
         largest = max(accepting, key=lambda lane: lane.pipeline.limits.sequence_tokens)
@@ -181,6 +181,13 @@ class Engine:
             else:
                 return self._lanes[pipeline_id]
         raise min(refusals, key=lambda error: error.retry_after_s)
+
+    def _views(self, request: RouteRequest, now: float) -> list[PipelineView]:
+        """All lanes as the router sees them; what nobody has measured yet is expected to be like what is known."""
+        known = [one for lane in self._lanes.values() if (one := lane.scheduler.slowness) is not None]
+        for lane in self._lanes.values() if known else ():
+            lane.scheduler.expect(sum(known) / len(known))
+        return [lane.view(request, now) for lane in self._lanes.values()]
 
     # What control decides
 
@@ -220,7 +227,7 @@ class Engine:
     def _move(self, sequence: Sequence, source: Lane, reason: str, now: float) -> bool:
         """Find another lane for a sequence whose own is gone; False if there is none that can take it."""
         request, story = _route_request(sequence, now), self._answers[sequence.sequence_id].story
-        decision = route(request, [lane.view(request, now) for lane in self._lanes.values()], reason)
+        decision = route(request, self._views(request, now), reason)
         story.decide(decision, now)
         return any(self._hand_over(sequence, source, self._lanes[one], reason, now) for one in decision.ranking)
 
@@ -350,7 +357,7 @@ class Engine:
             if sequence.qos in blocked:
                 continue
             request = _route_request(sequence, now)
-            views = [one.view(request, now) for one in self._lanes.values()]
+            views = self._views(request, now)
             decision = reroute(request, lane.pipeline_id, views, reason)
             if decision.pipeline_id is None:
                 blocked.add(sequence.qos)

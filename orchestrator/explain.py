@@ -33,6 +33,10 @@ class Story:
         self._decisions: list[tuple[float, Decision]] = []
         self._closed: admin_pb2.ExplainResponse | None = None
 
+    @property
+    def is_over(self) -> bool:
+        return self._closed is not None
+
     def decide(self, decision: Decision, now: float) -> None:
         """Remember what the router chose and why."""
         if len(self._decisions) < MAX_DECISIONS:
@@ -68,8 +72,13 @@ class Stories:
             self._stories.pop(request_id, None)
             self._stories[request_id] = story
             if len(self._stories) > MAX_STORIES:
-                self._stories.popitem(last=False)
+                self._forget_one()
         return story
+
+    def _forget_one(self) -> None:
+        """The oldest that is over; the oldest of all if there are more running than are kept."""
+        over = (one for one, story in self._stories.items() if story.is_over)
+        del self._stories[next(over, next(iter(self._stories)))]
 
     def find(self, request_id: str) -> Story:
         """The story of a request, or of the newest if no id is given; raises RequestNotFound."""

@@ -27,7 +27,7 @@ MAX_REQUEST_ID_CHARS = 128
 MAX_TENANT_CHARS = 64
 DEFAULT_TENANT = "default"
 # A slower stream would hold its slot for longer than anybody reads; a faster one than this is not slowed by anything.
-MIN_TOKENS_PER_S = 0.1
+MIN_TOKENS_PER_S = 1.0
 MAX_TOKENS_PER_S = 1000.0
 
 

@@ -74,6 +74,9 @@ SERVER_OPTIONS: Final = (
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 200),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.so_reuseport", 0),
+    # Refusing is the scheduler's, which says why and when to come again; gRPC's own limits end calls without a word.
+    ("grpc.server.max_pending_requests", 50_000),
+    ("grpc.server.max_pending_requests_hard_limit", 100_000),
 )
 
 Servicer = TypeVar("Servicer")
@@ -133,7 +136,10 @@ def _error_from_code(code: grpc.StatusCode, details: str, address: str) -> Shoal
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return DeadlineExceeded(f"no complete answer from {address} within the time limit; allow more time")
         case grpc.StatusCode.CANCELLED if "locally cancelled" not in details.lower():
-            return ConnectionFailed(f"{address} ended the call: it is stopping; ask it again later, or another")
+            return ConnectionFailed(
+                f"{address} ended the call: it is stopping, or has more calls than it can take; ask again later",
+                retry_after_s=1.0,
+            )
         case grpc.StatusCode.CANCELLED:
             return RequestCancelled(f"the call to {address} was cancelled")
         case grpc.StatusCode.UNIMPLEMENTED:

@@ -177,7 +177,9 @@ class Decoding:
                     line.joinable_rows = most
         firsts = [line.first for line in self._lines.values() if line.ready]
         able = [one for one in firsts if one.may_join(0, moment.now)]
-        longest = min(able, key=lambda one: one.number, default=None)
+        # Where steps are rationed, a round outlasts everybody's patience: classes go before turns.
+        first = _patient_until if self.pace.steps_per_s else _number
+        longest = min(able, key=first, default=None)
         if longest is None:
             return []
         if longest.sequence.numeric is NumericClass.SOLO:
@@ -291,8 +293,11 @@ class Decoding:
         self._num_readied += 1
         line = self._line_of(sequence)
         # A lent device is not to be counted on.
-        held_s = PATIENCE_S if self._limits.mode is DeviceMode.LATENCY else HELD_S
-        patient_until = at + held_s[sequence.qos]
+        held_s = (PATIENCE_S if self._limits.mode is DeviceMode.LATENCY else HELD_S)[sequence.qos]
+        if self.pace.steps_per_s and sequence.qos is QosClass.THROUGHPUT:
+            # Half of the steps stay for higher classes.
+            held_s = max(held_s, 2 * self._round(_num_decoding(self._shared))[1] / self.pace.steps_per_s)
+        patient_until = at + held_s
         line.ready[sequence.run_id] = _Ready(self._num_readied, patient_until, sequence.run_id, sequence, line)
 
     def _unpark(self, now: float) -> None:
@@ -330,6 +335,7 @@ class Decoding:
 
 
 _patient_until = attrgetter("patient_until")
+_number = attrgetter("number")
 
 
 def _num_decoding(lines: Iterable[_Line], classes: Iterable[QosClass] = CLASSES) -> int:

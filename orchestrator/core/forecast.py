@@ -48,13 +48,20 @@ class Forecast:
         left_s = sequence.deadline_at - moment.now
         prediction = self.predict(len(sequence.prompt_token_ids), sequence.qos, moment)
         need_s, what = prediction.first_token_s, "the first token"
+        # What the client itself or a limited device prescribes is known before anything is measured.
+        sure_s = 0.0
         if not sequence.stop_ids:
-            period_s = 1 / sequence.max_tokens_per_s if sequence.is_paced else 0.0
-            need_s += (max_tokens - 1) * max(prediction.inter_token_s, period_s)
+            steps_per_s = self._decoding.pace.steps_per_s
+            periods_s = [1 / rate for rate in (sequence.max_tokens_per_s, steps_per_s) if rate]
+            sure_s = (max_tokens - 1) * max(periods_s, default=0.0)
+            need_s += (max_tokens - 1) * max(prediction.inter_token_s, *periods_s, 0.0)
             what = f"all {max_tokens} tokens"
-        if left_s <= 0 or (self._times.is_known and need_s > left_s):
-            raise DeadlineUnmeetable(
-                f"{what} would take {need_s:.2f} s ({prediction.queue_s:.2f} s of it waiting); the deadline is in "
-                f"{left_s:.2f} s",
-                retry_after_s=min(max(prediction.queue_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S),
-            )
+        if left_s > sure_s and (need_s <= left_s or not self._times.is_known):
+            return
+        waiting = f"{prediction.queue_s:.2f} s of it waiting"
+        message = f"{what} would take {need_s:.2f} s ({waiting}); the deadline is in {left_s:.2f} s"
+        if need_s - prediction.queue_s > left_s:
+            raise DeadlineUnmeetable(f"{message}: even without waiting that is too soon, so allow more time")
+        raise DeadlineUnmeetable(
+            message, retry_after_s=min(max(prediction.queue_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
+        )

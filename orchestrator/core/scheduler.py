@@ -178,6 +178,15 @@ class Scheduler:
                 self._end(sequence, None, now)
         return expired
 
+    @property
+    def slowness(self) -> float | None:
+        """How many times longer steps take than was expected; None before it is known."""
+        return self._times.slowness
+
+    def expect(self, slowness: float) -> None:
+        """Predict by what other pipelines show, as long as nothing is known of this one."""
+        self._times.expect(slowness)
+
     def observe(self, timing: StepTiming) -> None:
         """Learn how long steps take."""
         self._times.observe(timing.stage_s, timing.num_tokens, timing.is_solo)

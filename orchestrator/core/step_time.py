@@ -92,6 +92,7 @@ class StepTimes:
         self._stages = [_Line(PRIOR_BASE_TOKENS * token_s, token_s) for token_s in tokens_s]
         self._token_s = sum(tokens_s)
         self._base_s = PRIOR_BASE_TOKENS * self._token_s
+        self._prior_s = self.latency_s(1)
         self._num_observed = 0
         self._solo_s: float | None = None
 
@@ -99,6 +100,19 @@ class StepTimes:
     def is_known(self) -> bool:
         """Whether predictions rest on observations."""
         return self._num_observed >= MIN_OBSERVATIONS
+
+    @property
+    def slowness(self) -> float | None:
+        """How many times longer a pass takes than was expected; None before it is known."""
+        return self.latency_s(1) / self._prior_s if self.is_known else None
+
+    def expect(self, slowness: float) -> None:
+        """Expect as much as pipelines that are known show; nothing once something was observed."""
+        if self._num_observed:
+            return
+        factor = slowness * self._prior_s / self.latency_s(1)
+        self._stages = [_Line(line.base_s * factor, line.token_s * factor) for line in self._stages]
+        self._base_s, self._token_s = self._base_s * factor, self._token_s * factor
 
     def observe(self, stage_s: Sequence[float], num_tokens: int, is_solo: bool) -> None:
         """Learn from a pass. One with times of another number of stages, or without tokens, says nothing."""

@@ -77,7 +77,8 @@ async def test_two_replicas_answer_at_the_same_time_and_alike(store: Store, tmp_
         "w1": "w1",
     }
     assert answers["w0"].token_ids == answers["w1"].token_ids
-    assert sum(one.completion_tokens_total for one in status.pipelines) == 40
+    # And what those had that were stopped because they met on one pipeline.
+    assert sum(one.completion_tokens_total for one in status.pipelines) >= 40
 
 
 async def test_a_killed_worker_of_one_pipeline_leaves_the_other_serving(store: Store, tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def chat_of(server: FakeServer, index: int = 0) -> list[tuple[str, str]]:
 def test_generate_prints_the_answer_on_stdout_and_the_figures_on_stderr(run: Run, server: FakeServer) -> None:
     outcome = run("generate", "hi", "--server", server.address)
 
-    assert outcome == Outcome(0, "Hello\n", "stop, 2 tokens, first after 12 ms, 40.0 tokens/s\n")
+    assert outcome == Outcome(0, "Hello\n", "stop, 2 tokens, first after 12 ms, 40.0 tokens/s; request r-1\n")
     assert chat_of(server) == [("user", "hi")]
 
 

@@ -54,7 +54,8 @@ def test_the_story_names_candidates_with_scores_and_what_happened_when(
 
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines() if line.strip()]
     assert lines[0] == ("request r-1 of tenant gold, class balanced: 12 prompt and 34 answer tokens, ended: stop")
-    assert lines[1] == "0.1 ms arrived: pipeline p1"
+    assert "the lowest wins" in lines[1]
+    assert lines[3] == "0.1 ms arrived: pipeline p1"
     assert "p1 2 120 ms 300 ms 60 ms 0 4200 ms chosen" in lines
     assert "p2 1 0 ms 0 ms 0 ms 0 - kept for class latency" in lines
     assert lines[-2:] == ["120.5 ms admitted: slot 3", "480.0 ms first_token"]

@@ -15,12 +15,16 @@ from typing import Any
 import pytest
 
 from cli import main as command_line
+from cli.load_run import _describe
 from loadtest import report as reports
+from loadtest.runner import Progress
 from shoal.errors import Overloaded
 from shoal.v1 import types_pb2
 from tests.support.commands import start_shoal
 from tests.support.fake_server import HANG, HELLO, FakeServer, Script, accepted, delta
-from tests.support.openai_server import OpenAiServer
+from tests.support.openai_server import HELLO as HELLO_OPENAI
+from tests.support.openai_server import OpenAiServer, Plain, event
+from tests.support.openai_server import error as openai_error
 
 WAIT_S = 20.0
 ENDLESS: Script = (accepted(), delta(0, "Hel", [10]), HANG)
@@ -133,6 +137,49 @@ def test_a_server_that_refuses_everything_is_exit_code_1_with_its_reasons(run: R
     assert rows(outcome.out)["OVERLOADED"] == ["2", "the queue is full"]
 
 
+@pytest.mark.parametrize("model", [[], ["--model", "tiny"]])
+def test_a_path_that_no_request_found_is_exit_code_1(run: Run, model: list[str]) -> None:
+    with OpenAiServer(Plain(404, b"")) as server:
+        outcome = run("server", "--rate", "100", "--requests", "3", *model, "--openai", server.base_url)
+
+    assert outcome.code == 1
+    assert "there is no such path" in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("models", "told"),
+    [(Plain(404, b""), "there is no such path"), (openai_error(404, message="no model"), "says 404: no model")],
+)
+def test_a_foreign_server_s_models_are_not_looked_for_among_ours(run: Run, models: Plain, told: str) -> None:
+    with OpenAiServer(models=models) as server:
+        outcome = run("single-stream", "--openai", server.base_url)
+
+    assert outcome.code == 1
+    assert told in outcome.err
+    assert "shoal models list" not in outcome.err
+
+
+def test_garbage_of_a_server_is_an_error_of_its_request_alone(run: Run) -> None:
+    with OpenAiServer((event(b"[" * 100_000),), HELLO_OPENAI) as server:
+        outcome = run("single-stream", "--requests", "2", "--openai", server.base_url)
+
+    assert outcome.code == 0
+    assert rows(outcome.out)["PROTOCOL_MISMATCH"][0] == "1"
+
+
+def test_a_class_without_an_slo_shows_no_share_that_met_it(run: Run, server: FakeServer) -> None:
+    outcome = run("offline", "--workload", "batch", "--requests", "2", "--server", server.address)
+
+    assert rows(outcome.out)["met its SLO"] == ["-"]
+    assert "SLO: throughput none" in outcome.out
+
+
+def test_the_progress_says_over_what_its_figures_are() -> None:
+    told = _describe(Progress(9.0, 8, 2, 3, 1, 40, 12.5, 0.25))
+
+    assert told == "9 s: 4 of 8 ended (1 failed), 2 under way, 12.5 tokens/s in the last 2 s, median TTFT 250 ms"
+
+
 def test_a_run_of_which_a_part_went_well_is_exit_code_0(run: Run) -> None:
     with FakeServer((Overloaded("the queue is full"),), HELLO) as server:
         outcome = run("single-stream", "--requests", "2", "--server", server.address)
@@ -172,6 +219,24 @@ def test_a_report_that_could_not_be_written_is_found_out_before_anything_is_aske
     assert (outcome.code, server.orchestrator.requests) == (1, [])
     assert outcome.err.startswith("error: ")
     assert "there is no folder" in outcome.err
+
+
+@pytest.mark.parametrize(("option", "code"), [("--json", 2), ("--html", 2)])
+def test_a_folder_is_no_place_for_a_report(
+    run: Run, server: FakeServer, tmp_path: Path, option: str, code: int
+) -> None:
+    outcome = run("single-stream", option, str(tmp_path), "--server", server.address)
+
+    assert (outcome.code, server.orchestrator.requests) == (code, [])
+
+
+def test_a_path_that_cannot_be_made_is_found_out_before_anything_is_asked(
+    run: Run, server: FakeServer, tmp_path: Path
+) -> None:
+    outcome = run("single-stream", "--json", str(tmp_path / ("x" * 254)), "--server", server.address)
+
+    assert (outcome.code, server.orchestrator.requests) == (1, [])
+    assert "cannot be written: File name too long" in outcome.err
 
 
 def test_without_matplotlib_the_json_is_written_and_a_line_says_how_to_get_the_page(
@@ -247,7 +312,9 @@ def test_a_ramp_prints_every_rate_and_the_highest_that_holds(run: Run, server: F
     )  # fmt: skip
 
     assert outcome.code == 0
-    assert "highest rate that holds: 400 requests/s (no limit met)" in outcome.out
+    assert "highest rate that holds: 400 requests/s (no limit met); this rests on 3 requests" in outcome.out
+    assert "SLO: balanced TTFT 60.0 s, TPOT 60.0 s" in outcome.out
+    assert "! The ramp's result rests on 3 requests" in outcome.out
     assert rows(outcome.out)["400"][:2] == ["100 %", "yes"]
     assert "200 requests/s: holds, 100 % good" in outcome.err
     assert [probe["rate_per_s"] for probe in json.loads(path.read_text())["ramp"]["probes"]] == [200.0, 400.0]
@@ -261,6 +328,19 @@ def test_a_ramp_in_which_no_rate_holds_is_exit_code_1(run: Run) -> None:
 
     assert outcome.code == 1
     assert "highest rate that holds: 0.00 requests/s (no rate holds)" in outcome.out
+
+
+def test_a_ramp_that_comes_to_a_rate_without_a_plan_reports_what_it_found(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "ramp.json"
+    with FakeServer((Overloaded("full"),)) as server:
+        outcome = run(
+            "server", "--ramp", "--rate", "64", "--duration", "0.1", "--json", str(path), "--server", server.address
+        )
+
+    assert outcome.code == 1
+    assert "(no further rate can be planned: at " in outcome.out
+    assert "! No rate held its objectives" in outcome.out
+    assert json.loads(path.read_text())["ramp"]["end"] == "no further rate can be planned"
 
 
 def test_a_run_whose_time_is_up_reports_what_there_is(run: Run) -> None:

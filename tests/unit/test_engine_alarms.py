@@ -147,8 +147,8 @@ def test_a_request_that_would_miss_its_deadline_elsewhere_keeps_its_place(
 
 
 def test_a_request_that_another_pipeline_refuses_after_all_goes_on_waiting() -> None:
-    harness, answer = wait_at_p1(deadline_at=9.0, stop_ids=frozenset(), max_tokens=100, max_tokens_per_s=1.0)
-    make_slow(harness.add(P2), 0.01)
+    harness, answer = wait_at_p1(deadline_at=9.0, stop_ids=frozenset(), max_tokens=100, max_tokens_per_s=11.27)
+    make_slow(harness.add(P2), 0.05)
 
     harness.clock.move_to(FALLBACK_S * 1.1)
 

@@ -9,6 +9,7 @@ from orchestrator.core.tenants import TenantLedger
 from orchestrator.engine import Answer
 from shoal.errors import ContextExceeded, NotReady, Overloaded, WorkerLost
 from shoal.types import DeviceMode, FinishReason, NumericClass, QosClass, SequenceId
+from tests.support.builders import know_times
 from tests.support.lanes import (
     LOST,
     P1,
@@ -26,6 +27,17 @@ from tests.support.lanes import (
 )
 
 # Routing
+
+
+def test_a_pipeline_that_nobody_has_measured_is_expected_to_be_like_the_others() -> None:
+    """Else the first one that proves faster than expected would get everything."""
+    harness = Harness()
+    harness.add(P2)
+    know_times(harness.p1.lane.scheduler, base_s=0.0002, token_s=0.00005)
+
+    answers = [harness.submit(number) for number in range(1, 5)]
+
+    assert sorted(where(answer) for answer in answers) == [P1, P1, P2, P2]
 
 
 def test_requests_are_spread_over_equal_pipelines() -> None:

@@ -154,6 +154,17 @@ def test_only_the_newest_stories_are_kept() -> None:
         stories.find("r0")
 
 
+def test_a_running_request_is_not_forgotten_for_those_that_are_over() -> None:
+    stories = Stories()
+    stories.open("running", make_sequence(0))
+    for number in range(1, MAX_STORIES + 10):
+        stories.open(f"r{number}", make_sequence(number)).end("stop")
+
+    assert stories.find("running").to_proto().finish == ""
+    with pytest.raises(RequestNotFound):
+        stories.find("r1")
+
+
 def test_a_request_without_an_id_pushes_nobody_out() -> None:
     stories = Stories()
     stories.open("r1", make_sequence(1))

@@ -238,3 +238,28 @@ def test_plans_are_made_for_the_rate_of_each_probe() -> None:
 
     assert asked == [probe.rate_per_s for probe in found.probes]
     assert all(left != right for left, right in itertools.pairwise(asked))
+
+
+@pytest.mark.parametrize(("least", "most", "first", "best"), [(0.0, 5.0, 1.0, 4.0), (30.0, 1e9, 64.0, 0.0)])
+def test_a_rate_that_cannot_be_planned_ends_the_search_with_what_was_found(
+    least: float, most: float, first: float, best: float
+) -> None:
+    def make(rate_per_s: float) -> Plan:
+        if not least < rate_per_s < most:
+            raise ConfigError("no such plan")
+        return steady(rate_per_s)
+
+    found = run_ramp(RateSearch(first), make=make)
+
+    assert (found.end, found.reason, found.best_per_s) == (RampEnd.NO_PLAN, "no such plan", best)
+    assert found.decisive is not None
+    assert found.decisive.rate_per_s == (best or found.probes[-1].rate_per_s)
+    assert found.best.result.records
+
+
+def test_a_first_rate_that_cannot_be_planned_is_refused() -> None:
+    def make(_: float) -> Plan:
+        raise ConfigError("no such plan")
+
+    with pytest.raises(ConfigError, match="no such plan"):
+        run_ramp(RateSearch(1.0), make=make)

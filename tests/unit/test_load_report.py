@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 from html.parser import HTMLParser
@@ -14,13 +17,14 @@ from typing import Any
 
 import pytest
 
+from loadtest import plots, tables
 from loadtest import report as reports
-from loadtest import tables
 from loadtest.plan import Record, Slo
 from loadtest.ramp import Probe, Ramp, RampEnd
 from loadtest.report import (
     FORMAT_VERSION,
     Report,
+    check_writable,
     make_report,
     to_html,
     to_jsonable,
@@ -34,6 +38,7 @@ from shoal.types import QosClass
 from tests.support.load_runs import make_record, make_result, planned
 
 LATENCY, BALANCED, THROUGHPUT = QosClass.LATENCY, QosClass.BALANCED, QosClass.THROUGHPUT
+WAIT_S = 20.0
 HOSTILE = '<script>alert("x")</script> & $a_b$'
 
 
@@ -163,6 +168,71 @@ def test_a_ramp_that_holds_nowhere_says_what_its_figures_are_of() -> None:
     assert warnings(report_on(*mixed(), ending=Ending.INTERRUPTED, ramp=ramp))[0].startswith("No rate held")
 
 
+def test_a_ramp_that_rests_on_few_requests_says_so() -> None:
+    many = tuple(replace(probe, num_requests=100) for probe in make_ramp().probes)
+    few, enough = (
+        warnings(report_on(*mixed(), ramp=ramp)) for ramp in (make_ramp(), replace(make_ramp(), probes=many))
+    )
+
+    assert few[0].startswith("The ramp's result rests on 60 requests: fewer than 100 prove little")
+    assert not any("rests on" in said for said in enough)
+
+
+# Where reports go
+
+
+def test_a_pipe_is_written_to_and_stays_one(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(pipe.read_text)
+        check_writable(pipe)
+        write_report(pipe, report_on(*mixed()))
+        text = reading.result(WAIT_S)
+
+    assert json.loads(text)["format"] == "shoal-load-report"
+    assert pipe.is_fifo()
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+
+
+def test_a_link_is_written_through(tmp_path: Path) -> None:
+    (tmp_path / "real.json").write_text("old")
+    (tmp_path / "link.json").symlink_to("real.json")
+
+    write_report(tmp_path / "link.json", report_on(*mixed()))
+
+    assert (tmp_path / "link.json").is_symlink()
+    assert json.loads((tmp_path / "real.json").read_text())["format"] == "shoal-load-report"
+
+
+def test_a_report_that_cannot_be_written_leaves_no_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill_up(path: Path, _: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", fill_up)
+
+    with pytest.raises(OSError, match="No space left"):
+        write_report(tmp_path / "report.json", report_on(*mixed()))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["folder", "x" * 300, "none/report.json"])
+def test_a_path_that_cannot_be_written_is_refused_beforehand(tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder").mkdir()
+
+    with pytest.raises(ConfigError, match="cannot be written"):
+        check_writable(tmp_path / name)
+
+
+def test_looking_whether_a_report_can_be_written_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text("old")
+
+    check_writable(tmp_path / "old.json")
+    check_writable(tmp_path / "new.json")
+
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("old.json", "old")]
+
+
 # Tables
 
 
@@ -198,7 +268,7 @@ def test_every_figure_has_a_row_and_every_group_a_column() -> None:
     } <= (rows.keys())
     assert rows["requests"] == ("5", "2", "2", "1")
     assert rows["failed"] == ("1", "0", "1", "0")
-    assert rows["met its SLO"] == ("60 %", "50 %", "50 %", "100 %")
+    assert rows["met its SLO"] == ("50 %", "50 %", "50 %", "-")
     assert rows["TTFT max"] == ("3.00 s", "900 ms", "200 ms", "3.00 s")
     assert rows["gap p50"][0] == "20 ms"
 
@@ -234,6 +304,21 @@ def test_pipelines_show_what_they_served() -> None:
 def test_objectives_say_what_was_asked_for() -> None:
     assert tables.format_slo(Slo(0.5, 0.03, 10.0)) == "TTFT <= 500 ms, TPOT <= 30 ms, e2e <= 10.0 s"
     assert tables.format_slo(Slo()) == "none"
+
+
+def test_a_line_names_the_slos_in_force_of_the_classes_that_were_asked() -> None:
+    statistics = report_on(make_record(0, qos=LATENCY), make_record(1, qos=THROUGHPUT)).statistics
+
+    assert tables.slo_line(statistics) == "SLO: latency TTFT 500 ms, TPOT 50 ms"
+
+
+def test_a_line_says_what_a_ramp_found_and_on_how_many_requests_that_rests() -> None:
+    ended = replace(make_ramp(), end=RampEnd.NO_PLAN, reason="too many requests")
+
+    assert tables.ramp_line(make_ramp()) == (
+        "highest rate that holds: 2.00 requests/s (limit found); this rests on 60 requests"
+    )
+    assert "(no further rate can be planned: too many requests)" in tables.ramp_line(ended)
 
 
 def test_probes_say_what_became_of_each_rate() -> None:
@@ -337,6 +422,38 @@ def test_a_page_has_all_figures_as_tables_too(html: str) -> None:
         "made by hand", "2025-01-02 03:04 UTC", "TTFT <= 500 ms, TPOT <= 50 ms", "gold", "cut short",
     ):  # fmt: skip
         assert said in text
+
+
+def test_the_head_of_a_page_has_its_date_and_seed(html: str) -> None:
+    head = html[html.index("<header>") : html.index("</header>")]
+
+    assert "2025-01-02 03:04 UTC" in head
+    assert "seed 7" in head
+
+
+def test_a_page_shows_no_share_where_nothing_was_asked_for_and_on_what_a_ramp_rests(html: str) -> None:
+    alone = Page(to_html(report_on(make_record(0, qos=THROUGHPUT)))).text
+
+    assert re.search(r"met their SLO\s*-\s", alone)
+    assert "The result rests on 60 requests." in Page(html).text
+
+
+@pytest.mark.parametrize(
+    ("rates", "shown"),
+    [
+        ([4.76, 5.66, 5.19], ["4.76", "5.19", "5.66"]),
+        ([1.0, 2.0, 4.0, 8.0, 4.01, 4.02], ["1.00", "2.00", "4.00", "8.00"]),
+        ([3.0], ["3.00"]),
+    ],
+)
+def test_a_ramp_s_picture_has_the_rates_that_were_tried_but_no_two_too_near(
+    rates: list[float], shown: list[str]
+) -> None:
+    ramp = replace(make_ramp(), probes=tuple(make_probe(rate, True) for rate in rates))
+
+    svg = plots.draw_ramp(ramp, 0.99).svg
+
+    assert re.findall(r">(\d+\.\d\d)<", svg) == shown
 
 
 def test_a_page_draws_every_class_and_its_objectives(html: str) -> None:

@@ -113,7 +113,7 @@ class TestLatencies:
     def test_without_samples_there_is_nothing_and_not_a_zero(self) -> None:
         group = overall()
         assert (group.ttft, group.tpot, group.gap, group.e2e, group.steady_tokens_per_s) == (None,) * 5
-        assert (group.good_share, group.goodput_per_s, group.tokens_per_s) == (0.0, 0.0, 0.0)
+        assert (group.good_share, group.goodput_per_s, group.tokens_per_s) == (None, 0.0, 0.0)
 
     def test_a_run_of_no_duration_has_no_rates(self) -> None:
         group = overall(make_record(0.0), duration_s=0.0)
@@ -184,8 +184,15 @@ class TestGoodput:
         ]
         assert statistics.overall.num_good == 2
 
+    def test_requests_without_an_slo_are_no_part_of_the_share(self) -> None:
+        slos = {QosClass.LATENCY: Slo(ttft_s=0.5), QosClass.BALANCED: Slo(ttft_s=2.0), QosClass.THROUGHPUT: Slo()}
+        statistics = summarize(make_result(*(make_record(1.0, qos=qos) for qos in QosClass), slos=slos))
+        assert [group.good_share for group in statistics.by_class] == [0.0, 1.0, None]
+        assert (statistics.overall.num_judged, statistics.overall.good_share) == (2, 0.5)
+
     def test_errors_count_against_the_share(self) -> None:
-        group = overall(make_record(1.0), make_record(1.0), make_record(1.0), make_record(error="OVERLOADED"))
+        records = (make_record(1.0), make_record(1.0), make_record(1.0), make_record(error="OVERLOADED"))
+        group = overall(*records, slos={QosClass.BALANCED: Slo(ttft_s=2.0)})
         assert group.good_share == 0.75
         assert group.goodput_per_s == 0.3
 

@@ -325,7 +325,13 @@ async def test_a_broken_connection_is_told_as_such() -> None:
     assert "broke" in error.message
 
 
-@pytest.mark.parametrize("data", [b"no json", b"[1]", b'{"choices": 3}', b'{"usage": {"prompt_tokens": "many"}}', b"1"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"no json", b"[1]", b'{"choices": 3}', b'{"usage": {"prompt_tokens": "many"}}', b"1",
+        pytest.param(b"[" * 100_000, id="deep"), b'{"usage": {"prompt_tokens": Infinity}}',
+    ],
+)  # fmt: skip
 async def test_a_chunk_that_is_none_is_a_protocol_mismatch(data: bytes) -> None:
     assert (await fault_openai((event(data),))).reason == "PROTOCOL_MISMATCH"
 
@@ -365,6 +371,20 @@ async def test_an_error_may_have_any_shape(body: bytes) -> None:
     error = await fault_openai(Plain(500, body))
 
     assert error.message.endswith("says 500: upstream is gone")
+
+
+async def test_an_error_that_is_nested_too_deeply_is_one_all_the_same() -> None:
+    assert (await fault_openai(Plain(500, b"[" * 100_000))).reason == "INTERNAL"
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b'{"detail": "Not Found"}', b"404 page not found", b"{}"], ids=["none", "detail", "text", "empty"]
+)
+async def test_a_path_that_is_not_there_is_told_from_a_model_that_is_not(body: bytes) -> None:
+    error = await fault_openai(Plain(404, body))
+
+    assert error.reason == "INVALID_REQUEST"
+    assert "there is no such path; does the URL end as it should, usually in /v1?" in error.message
 
 
 async def test_a_time_to_come_back_may_be_a_date() -> None:

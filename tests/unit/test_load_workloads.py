@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -161,27 +162,30 @@ class TestWhatIsRefused:
     def test_a_wrong_field_is_told_with_file_stream_and_what_is_allowed(self, stream: str, message: str) -> None:
         with pytest.raises(ConfigError) as caught:
             parse(stream)
-        assert caught.value.message.startswith("w.toml: stream a: ")
+        assert re.match(r"w\.toml:[2-6]: stream a: ", caught.value.message)
         assert message in caught.value.message
         assert caught.value.field.startswith("stream a: ")
 
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("name = ", "w.toml: not valid TOML: "),
+            ("name = ", "w.toml:1: not valid TOML: "),
             ('name = "w"', "w.toml: stream is missing; it must be tables [[stream]], at least one"),
-            ('name = "w"\nstream = []', "w.toml: stream = [] is not allowed; it must be tables [[stream]]"),
-            ('name = "w"\nstream = [1]', "w.toml: stream = 1 is not allowed; it must be tables [[stream]]"),
+            ('name = "w"\nstream = []', "w.toml:2: stream = [] is not allowed; it must be tables [[stream]]"),
+            ('name = "w"\nstream = [1]', "w.toml:2: stream = 1 is not allowed; it must be tables [[stream]]"),
             (f"[[stream]]\n{LEAST}", "w.toml: name is missing; it must be a text that is not empty"),
-            (f'name = ""\n[[stream]]\n{LEAST}', "w.toml: name = '' is not allowed"),
+            (f'name = ""\n[[stream]]\n{LEAST}', "w.toml:1: name = '' is not allowed"),
             (f'name = "w"\n[[stream]]\n{LEAST}[[stream]]\n{LEAST}', "two streams have one name"),
-            (f'name = "w"\n[slo.fast]\n[[stream]]\n{LEAST}', "w.toml: slo.fast = {} is not allowed; it must be tables"),
+            (
+                f'name = "w"\n[slo.fast]\n[[stream]]\n{LEAST}',
+                "w.toml:2: slo.fast = {} is not allowed; it must be tables",
+            ),
             (f'name = "w"\n[slo.latency]\nttft = 1\n[[stream]]\n{LEAST}', "slo.latency.ttft is not a field"),
             (
                 f'name = "w"\n[slo.latency]\nttft_ms = -1\n[[stream]]\n{LEAST}',
                 "a number of milliseconds, or 0 for none",
             ),
-            (f'name = "w"\n[[stream]]\n{LEAST}[[stream]]\nshare = 0', "w.toml: stream 2: share = 0 is not allowed"),
+            (f'name = "w"\n[[stream]]\n{LEAST}[[stream]]\nshare = 0', "w.toml:7: stream 2: share = 0 is not allowed"),
         ],
     )
     def test_a_wrong_file_is_told_with_what_is_allowed(self, text: str, message: str) -> None:
@@ -193,6 +197,39 @@ class TestWhatIsRefused:
     def test_rates_and_shares_do_not_mix(self, other: str) -> None:
         with pytest.raises(ConfigError, match="rate_per_s must be given for all streams and share for none"):
             parse(LEAST + "rate_per_s = 1", LEAST.replace('"a"', '"b"') + other)
+
+    @pytest.mark.parametrize(
+        ("text", "told"),
+        [
+            (f'name = "w"\n# two\n\n[[stream]]\n{LEAST}qos = "x"\n', "w.toml:8: stream a: qos"),
+            (f'name = "w"\r\n\r\n[[stream]]\r\n{LEAST}qos = "x"\n', "w.toml:7: stream a: qos"),
+            ('name = "w"\n[[stream]]\nname = "a"\n', "w.toml:2: stream a: prompt_tokens is missing"),
+            (
+                f'name = "w"\n[[stream]]\n{LEAST}turns.min = 1\nturns.max = 2\n',
+                "w.toml:6: stream a: turns.distribution",
+            ),
+            (f'name = "w"\n[[stream]]\n{LEAST}[[stream]]\n{LEAST}', "w.toml:7: stream.name = 'a': two streams"),
+            (
+                f'name = "w"\n[[stream]]\n{LEAST}\n[slo.latency]\ntpot_ms = 1\nttft = 1\n',
+                "w.toml:9: slo.latency.ttft is",
+            ),
+            ('stream = [\n  1,\n  2,\n]\nname = "w"\n', "w.toml:1: stream = 1"),
+            ('name = "w"\nx = ' + "[" * 100_000, "nested too deeply"),
+        ],
+    )
+    def test_the_line_is_where_the_statement_begins(self, text: str, told: str) -> None:
+        with pytest.raises(ConfigError) as caught:
+            parse_workload(text, "w.toml")
+        assert told in caught.value.message
+
+    def test_shares_whose_sum_is_infinite_are_refused(self) -> None:
+        other = LEAST.replace('"a"', '"b"')
+        with pytest.raises(ConfigError, match=r"w\.toml:6: stream a: share = 1e\+308 is not allowed.* finite sum"):
+            parse(LEAST + "share = 1e308", other + "share = 1e308")
+
+    def test_a_number_longer_than_any_float_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="a number above 0"):
+            parse(LEAST + f"share = 1{'0' * 400}")
 
     def test_an_unknown_name_is_told_what_there_is(self) -> None:
         with pytest.raises(ConfigError, match="no workload 'chess'; shipped are batch, chat, mixed"):

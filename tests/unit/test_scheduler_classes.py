@@ -7,6 +7,7 @@ import pytest
 from orchestrator.core.admission import MAX_PREEMPTIONS
 from orchestrator.core.batch import EndedSequence
 from orchestrator.core.decoding import BORROWED_ROWS
+from orchestrator.core.limits import Pace
 from orchestrator.core.qos import CLASSES, PATIENCE_S
 from orchestrator.core.scheduler import BORROWED_CHUNK_TOKENS, Scheduler
 from orchestrator.core.sequence import RunId, SequenceState
@@ -222,6 +223,16 @@ class TestPreemption:
 
 
 class TestRows:
+    def test_where_steps_are_rationed_classes_go_before_turns(self) -> None:
+        """Three steps a second and two rows a batch: a round of nine takes longer than anybody's patience."""
+        scheduler = make_decoding(make_limits(num_slots=9), *make_sequences(LATENCY, *[THROUGHPUT] * 8))
+        scheduler.set_pace(Pace(2, steps_per_s=3.0), 0.1)
+        turns = [run_step(scheduler, 1.0 + number / 3, took_s=0.3) for number in range(24)]
+
+        assert sum(1 in turn for turn in turns) >= 12
+        served = {one for turn in turns for one in turn}
+        assert served == set(range(1, 10)), "somebody starves"
+
     def test_higher_classes_come_first_in_a_batch(self) -> None:
         scheduler = make_decoding(make_limits(max_batch=3), *make_sequences(THROUGHPUT, BALANCED, THROUGHPUT, LATENCY))
         assert run_step(scheduler, 0.1) == [4, 2, 1]
