@@ -61,10 +61,12 @@ def finish(files: Files, outcome: Outcome, ramp: Ramp | None = None, good_share:
         ramp=ramp,
         good_share=good_share,
     )
-    # Files first: a pipe that somebody closes shall not cost them.
-    _write(files, report)
-    if files.json != STDOUT:
-        _show(report)
+    # Files first: a pipe that somebody closes shall not cost them. But a full disk shall not cost the figures.
+    try:
+        _write(files, report)
+    finally:
+        if files.json != STDOUT:
+            _show(report)
     if not report.statistics.overall.num_ok or (ramp is not None and not ramp.best_per_s):
         raise typer.Exit(1)
 

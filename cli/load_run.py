@@ -190,8 +190,8 @@ def _describe(progress: Progress) -> str:
     failed = f" ({progress.num_failed} failed)" if progress.num_failed else ""
     return (
         f"{progress.elapsed_s:.0f} s: {num_ended} of {progress.num_planned} ended{failed}, "
-        f"{progress.num_running} under way, {format_rate(progress.tokens_per_s)} tokens/s in the last "
-        f"{RATE_S:g} s, median TTFT {format_s(progress.ttft_s)}"
+        f"{progress.num_running} under way, {format_rate(progress.tokens_per_s)} tokens/s "
+        f"(last {RATE_S:g} s), TTFT p50 {format_s(progress.ttft_s)}"
     )
 
 

@@ -184,9 +184,9 @@ class Engine:
 
     def _views(self, request: RouteRequest, now: float) -> list[PipelineView]:
         """All lanes as the router sees them; what nobody has measured yet is expected to be like what is known."""
-        known = [one for lane in self._lanes.values() if (one := lane.scheduler.slowness) is not None]
+        known = [one for lane in self._lanes.values() if (one := lane.scheduler.times.slowness) is not None]
         for lane in self._lanes.values() if known else ():
-            lane.scheduler.expect(sum(known) / len(known))
+            lane.scheduler.times.expect(sum(known) / len(known))
         return [lane.view(request, now) for lane in self._lanes.values()]
 
     # What control decides

@@ -58,15 +58,16 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits, ledger: TenantLedger | None = None) -> None:
         self.limits = limits
         self.num_replay_mismatches = 0
-        self._times = StepTimes(limits.num_stages, limits.stage_costs)
+        # What is known of how long steps take.
+        self.times = StepTimes(limits.num_stages, limits.stage_costs)
         self._admission = Admission(limits, TenantLedger() if ledger is None else ledger)
-        self._decoding = Decoding(limits, self._times)
-        self._forecast = Forecast(self._times, self._admission, self._decoding)
+        self._decoding = Decoding(limits, self.times)
+        self._forecast = Forecast(self.times, self._admission, self._decoding)
         self._sequences: dict[SequenceId, Sequence] = {}
         # In order of admission.
         self._runs: dict[RunId, Sequence] = {}
         self._num_runs = 0
-        self._in_flight = InFlight(limits, self._times)
+        self._in_flight = InFlight(limits, self.times)
         self._next_step = 1
         self._ended: list[EndedSequence] = []
         self._deadlines: list[tuple[float, SequenceId]] = []
@@ -178,18 +179,9 @@ class Scheduler:
                 self._end(sequence, None, now)
         return expired
 
-    @property
-    def slowness(self) -> float | None:
-        """How many times longer steps take than was expected; None before it is known."""
-        return self._times.slowness
-
-    def expect(self, slowness: float) -> None:
-        """Predict by what other pipelines show, as long as nothing is known of this one."""
-        self._times.expect(slowness)
-
     def observe(self, timing: StepTiming) -> None:
         """Learn how long steps take."""
-        self._times.observe(timing.stage_s, timing.num_tokens, timing.is_solo)
+        self.times.observe(timing.stage_s, timing.num_tokens, timing.is_solo)
 
     def set_pace(self, pace: Pace, now: float) -> None:
         """Spare the devices from the next batch on, or no longer."""
@@ -301,8 +293,8 @@ class Scheduler:
         most = SHORT_BURST_STEPS
         if self.num_running <= FEW_SEQUENCES:
             most = self.limits.burst_steps
-            if self._times.is_known:
-                most = min(most, max(int(MAX_BURST_S / self._times.latency_s(len(decoding))), SHORT_BURST_STEPS))
+            if self.times.is_known:
+                most = min(most, max(int(MAX_BURST_S / self.times.latency_s(len(decoding))), SHORT_BURST_STEPS))
         return min(most, self.limits.burst_steps, *(sequence.num_output_left for sequence in decoding)) - 1
 
     def _take_chunks(self, num_rows: int, moment: Moment) -> list[BatchRow]:

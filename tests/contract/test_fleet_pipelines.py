@@ -182,6 +182,7 @@ async def test_a_free_device_takes_over_at_once_what_a_leaving_one_shall_take_no
         reader = await start_stream(fleet)
 
         leaving = asyncio.create_task(fleet.workers["w0"].end())
+        await fleet.until(lambda status: device_of(status, "w0").state == "draining")
         later = await fleet.client.generate("hello", max_tokens=2)
 
         assert not reader.task.done()

@@ -12,6 +12,7 @@ from statistics import median
 import pytest
 
 from shoal import Client
+from shoal.config import OrchestratorConfig
 from shoal.types import BatteryModel, DeviceLimits, DeviceProfile, ThermalModel
 from tests.e2e.conftest import StartFleet
 from tests.support.commands import WAIT_S, run_shoal
@@ -68,7 +69,7 @@ def test_a_stream_slows_down_to_the_pace_of_a_device_that_has_warmed_up(start_fl
         while client.status().devices[0].thermal_state == "nominal":
             next(tokens)
         # What was granted before the limit came.
-        gaps_s(tokens, NUM_GAPS)
+        gaps_s(tokens, OrchestratorConfig().burst_steps)
         warm = gaps_s(tokens, NUM_GAPS)
         device = device_of(fleet.address, home)
         stream.cancel()

@@ -18,7 +18,7 @@ from cli import main as command_line
 from cli.load_run import _describe
 from loadtest import report as reports
 from loadtest.runner import Progress
-from shoal.errors import Overloaded
+from shoal.errors import ConfigError, Overloaded
 from shoal.v1 import types_pb2
 from tests.support.commands import start_shoal
 from tests.support.fake_server import HANG, HELLO, FakeServer, Script, accepted, delta
@@ -177,7 +177,7 @@ def test_a_class_without_an_slo_shows_no_share_that_met_it(run: Run, server: Fak
 def test_the_progress_says_over_what_its_figures_are() -> None:
     told = _describe(Progress(9.0, 8, 2, 3, 1, 40, 12.5, 0.25))
 
-    assert told == "9 s: 4 of 8 ended (1 failed), 2 under way, 12.5 tokens/s in the last 2 s, median TTFT 250 ms"
+    assert told == "9 s: 4 of 8 ended (1 failed), 2 under way, 12.5 tokens/s (last 2 s), TTFT p50 250 ms"
 
 
 def test_a_run_of_which_a_part_went_well_is_exit_code_0(run: Run) -> None:
@@ -237,6 +237,21 @@ def test_a_path_that_cannot_be_made_is_found_out_before_anything_is_asked(
 
     assert (outcome.code, server.orchestrator.requests) == (1, [])
     assert "cannot be written: File name too long" in outcome.err
+
+
+def test_a_report_that_cannot_be_written_after_all_does_not_cost_the_figures(
+    run: Run, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill_up(path: Path, _: object) -> None:
+        raise ConfigError(f"{path}: no space left")
+
+    monkeypatch.setattr(Path, "replace", fill_up)
+    path = tmp_path / "x.json"
+    outcome = run("single-stream", "--requests", "1", "--json", str(path), "--server", server.address)
+
+    assert outcome.code == 1
+    assert rows(outcome.out)["requests"] == ["1"]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_matplotlib_the_json_is_written_and_a_line_says_how_to_get_the_page(

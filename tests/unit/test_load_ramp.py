@@ -240,7 +240,7 @@ def test_plans_are_made_for_the_rate_of_each_probe() -> None:
     assert all(left != right for left, right in itertools.pairwise(asked))
 
 
-@pytest.mark.parametrize(("least", "most", "first", "best"), [(0.0, 5.0, 1.0, 4.0), (30.0, 1e9, 64.0, 0.0)])
+@pytest.mark.parametrize(("least", "most", "first", "best"), [(0.0, 5.0, 1.0, 4.0), (200.0, 1e9, 256.0, 0.0)])
 def test_a_rate_that_cannot_be_planned_ends_the_search_with_what_was_found(
     least: float, most: float, first: float, best: float
 ) -> None:

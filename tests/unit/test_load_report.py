@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import re
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 from html.parser import HTMLParser
@@ -24,7 +21,6 @@ from loadtest.ramp import Probe, Ramp, RampEnd
 from loadtest.report import (
     FORMAT_VERSION,
     Report,
-    check_writable,
     make_report,
     to_html,
     to_jsonable,
@@ -38,7 +34,6 @@ from shoal.types import QosClass
 from tests.support.load_runs import make_record, make_result, planned
 
 LATENCY, BALANCED, THROUGHPUT = QosClass.LATENCY, QosClass.BALANCED, QosClass.THROUGHPUT
-WAIT_S = 20.0
 HOSTILE = '<script>alert("x")</script> & $a_b$'
 
 
@@ -176,61 +171,6 @@ def test_a_ramp_that_rests_on_few_requests_says_so() -> None:
 
     assert few[0].startswith("The ramp's result rests on 60 requests: fewer than 100 prove little")
     assert not any("rests on" in said for said in enough)
-
-
-# Where reports go
-
-
-def test_a_pipe_is_written_to_and_stays_one(tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(pipe.read_text)
-        check_writable(pipe)
-        write_report(pipe, report_on(*mixed()))
-        text = reading.result(WAIT_S)
-
-    assert json.loads(text)["format"] == "shoal-load-report"
-    assert pipe.is_fifo()
-    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
-
-
-def test_a_link_is_written_through(tmp_path: Path) -> None:
-    (tmp_path / "real.json").write_text("old")
-    (tmp_path / "link.json").symlink_to("real.json")
-
-    write_report(tmp_path / "link.json", report_on(*mixed()))
-
-    assert (tmp_path / "link.json").is_symlink()
-    assert json.loads((tmp_path / "real.json").read_text())["format"] == "shoal-load-report"
-
-
-def test_a_report_that_cannot_be_written_leaves_no_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fill_up(path: Path, _: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Path, "replace", fill_up)
-
-    with pytest.raises(OSError, match="No space left"):
-        write_report(tmp_path / "report.json", report_on(*mixed()))
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("name", ["folder", "x" * 300, "none/report.json"])
-def test_a_path_that_cannot_be_written_is_refused_beforehand(tmp_path: Path, name: str) -> None:
-    (tmp_path / "folder").mkdir()
-
-    with pytest.raises(ConfigError, match="cannot be written"):
-        check_writable(tmp_path / name)
-
-
-def test_looking_whether_a_report_can_be_written_changes_nothing(tmp_path: Path) -> None:
-    (tmp_path / "old.json").write_text("old")
-
-    check_writable(tmp_path / "old.json")
-    check_writable(tmp_path / "new.json")
-
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("old.json", "old")]
 
 
 # Tables
