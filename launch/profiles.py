@@ -8,19 +8,17 @@ DeviceProfile that comes out.
 from __future__ import annotations
 
 import os
-import re
 import sys
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import psutil
 
 from shoal.errors import ConfigError
+from shoal.shipped import Shipped
+from shoal.toml_file import Rule, TomlFile
 from shoal.types import (
     BatteryModel,
     DeviceLimits,
@@ -37,6 +35,7 @@ KINDS = ("phone", "tablet", "laptop", "box", "host")
 MEMORY_SHARE = 0.8
 
 _MIB = 2**20
+_SHIPPED = Shipped("launch", ("devices",), ".toml", "device profile", "profile")
 _NUM_STATES = len(ThermalState)
 
 
@@ -48,17 +47,8 @@ class Machine:
     num_cores: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    """What a field may hold: its TOML types, its allowed values in words, and the check of them."""
-
-    types: tuple[type, ...]
-    allowed: str
-    is_allowed: Callable[[Any], bool]
-
-
-def _number(allowed: str, is_allowed: Callable[[float], bool]) -> _Rule:
-    return _Rule((int, float), allowed, is_allowed)
+def _number(allowed: str, is_allowed: Callable[[float], bool]) -> Rule:
+    return Rule((int, float), allowed, is_allowed)
 
 
 def _falls(values: Sequence[float]) -> bool:
@@ -84,18 +74,18 @@ _PERCENT = _number("a number of percent from 0 to 100", lambda percent: 0 <= per
 _WATTS = _number("a number of watts from 0 to 1000", lambda watts: 0 <= watts <= 1000)
 
 _RULES = {
-    "name": _Rule((str,), "a text that is not empty", bool),
-    "kind": _Rule((str,), "one of " + ", ".join(KINDS), lambda kind: kind in KINDS),
-    "mode": _Rule((str,), "one of " + ", ".join(_MODES), lambda mode: mode in _MODES),
-    "memory_mib": _Rule(
+    "name": Rule((str,), "a text that is not empty", bool),
+    "kind": Rule((str,), "one of " + ", ".join(KINDS), lambda kind: kind in KINDS),
+    "mode": Rule((str,), "one of " + ", ".join(_MODES), lambda mode: mode in _MODES),
+    "memory_mib": Rule(
         (int,), "a whole number of MiB, or 0 for what this machine has free", lambda mib: 0 <= mib < 2**40
     ),
     "speed": _number("a number above 0 and at most 100", lambda speed: 0.0 < speed <= 100.0),
-    "threads": _Rule((int,), "a whole number, or 0 for all cores of this machine", lambda count: 0 <= count <= 1024),
-    "max_batch": _Rule((int,), "a whole number from 1 to 1024", lambda rows: 1 <= rows <= 1024),
+    "threads": Rule((int,), "a whole number, or 0 for all cores of this machine", lambda count: 0 <= count <= 1024),
+    "max_batch": Rule((int,), "a whole number from 1 to 1024", lambda rows: 1 <= rows <= 1024),
     "poll_ms": _number("a number of milliseconds from 0 to 100", lambda poll: 0.0 <= poll <= 100.0),
-    "allow_direct_links": _Rule((bool,), "true or false", lambda _: True),
-    "emulated": _Rule((bool,), "true or false", lambda _: True),
+    "allow_direct_links": Rule((bool,), "true or false", lambda _: True),
+    "emulated": Rule((bool,), "true or false", lambda _: True),
 }
 _TABLE_RULES = {
     "fallback": {
@@ -114,12 +104,12 @@ _TABLE_RULES = {
         "busy_load": _number(
             "the share of its processors that other programs take, up to 1, or 0 for never", lambda load: 0 <= load <= 1
         ),
-        "max_batch": _Rule(
+        "max_batch": Rule(
             (list,),
             f"four whole numbers from 1 to 1024, for {_STATES}, none above the one before it",
             _is_batch_list,
         ),
-        "steps_per_s": _Rule(
+        "steps_per_s": Rule(
             (list,),
             f"four numbers from 0.1 to 1000, for {_STATES}, none above the one before it; 0, for no limit, only in front",
             _is_pace_list,
@@ -144,8 +134,7 @@ _EMULATED_TABLES = {"link": LinkProfile(), "thermal": ThermalModel(), "battery":
 
 def shipped_names() -> tuple[str, ...]:
     """Return the names of the profiles that come with Shoal."""
-    names = (entry.name for entry in _shipped().iterdir())
-    return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml")))
+    return _SHIPPED.names()
 
 
 def measure_machine() -> Machine:
@@ -159,7 +148,7 @@ def load_profile(name_or_path: str, measure: Callable[[], Machine] = measure_mac
 
     Raises ConfigError that names the file, the line, the field and what it may be.
     """
-    file = _File(*_read(name_or_path))
+    file = TomlFile(*_SHIPPED.read(name_or_path), field="profile")
     top = {field: value for field, value in file.content.items() if field not in _TABLE_RULES}
     for field, value in file.content.items():
         if field not in _TABLE_RULES:
@@ -167,7 +156,7 @@ def load_profile(name_or_path: str, measure: Callable[[], Machine] = measure_mac
             continue
         if not isinstance(value, dict):
             fields = ", ".join(_TABLE_RULES[field])
-            raise file.refusal((field,), f"is not a table; it must be a table [{field}] with {fields}")
+            raise _refusal(file, (field,), f"is not a table; it must be a table [{field}] with {fields}")
         for inner, inner_value in value.items():
             _check(file, (field, inner), inner_value, _TABLE_RULES[field])
     for field in _REQUIRED:
@@ -179,79 +168,17 @@ def load_profile(name_or_path: str, measure: Callable[[], Machine] = measure_mac
     return profile
 
 
-class _File:
-    """A profile's text, what it says, and where it says it."""
-
-    __slots__ = ("content", "name", "text")
-
-    def __init__(self, name: str, text: str) -> None:
-        """Raise ConfigError with the line for what is not TOML."""
-        self.name = name
-        self.text = text
-        try:
-            self.content: dict[str, Any] = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            found = re.search(r"at line (\d+)", str(error))
-            lines = text.split("\n")
-            line = int(found[1]) if found else len(lines)
-            raise ConfigError(
-                f"{name}:{line}: not valid TOML: {error} in: {lines[line - 1].strip()}", field="profile"
-            ) from error
-
-    def refusal(self, path: tuple[str, ...], problem: str) -> ConfigError:
-        """The error for a field, or a table, with the line where it is set."""
-        field = ".".join(path)
-        return ConfigError(f"{self.name}:{self._line_of(path)}: {field} {problem}", field=field)
-
-    def _line_of(self, path: tuple[str, ...]) -> int:
-        """Where the statement that sets a field begins.
-
-        That is the last one of the shortest text, cut between statements, that has the field in it: so the parser alone
-        decides what a statement is, whichever way it is written.
-        """
-        lines = self.text.split("\n")
-        begin = 1
-        for end in range(1, len(lines) + 1):
-            try:
-                content: Any = tomllib.loads("\n".join(lines[:end]))
-            except tomllib.TOMLDecodeError:
-                continue  # cut within a statement
-            for key in path:
-                content = content.get(key) if isinstance(content, dict) else None
-            if content is not None:
-                return begin
-            begin = end + 1
-        raise AssertionError(f"{path} is not in {self.name}")
-
-
-def _shipped() -> Any:
-    return files("launch").joinpath("devices")
-
-
-def _read(name_or_path: str) -> tuple[str, str]:
-    """Return what to call the file in messages, and its text."""
-    is_path = name_or_path.endswith(".toml") or "/" in name_or_path or os.sep in name_or_path
-    entry = Path(name_or_path) if is_path else _shipped().joinpath(f"{name_or_path}.toml")
-    try:
-        return str(entry), entry.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"there is no device profile {name_or_path!r}; shipped are {', '.join(shipped_names())}, or give the path "
-            "of a .toml file",
-            field="profile",
-        ) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{entry}: cannot be read: {error}", field="profile") from error
-
-
-def _check(file: _File, path: tuple[str, ...], value: Any, rules: Mapping[str, _Rule]) -> None:
+def _check(file: TomlFile, path: tuple[str, ...], value: Any, rules: Mapping[str, Rule]) -> None:
     key = path[-1]
     if key not in rules:
-        raise file.refusal(path, f"is not a field of {_fields_of(path[:-1])}{_right_place(key)}")
-    # bool is an int to isinstance, but `threads = true` is a mistake.
-    if type(value) not in rules[key].types or not rules[key].is_allowed(value):
-        shown = str(value).lower() if isinstance(value, bool) else repr(value)
-        raise file.refusal(path, f"= {shown} is not allowed; it must be {rules[key].allowed}")
+        raise _refusal(file, path, f"is not a field of {_fields_of(path[:-1])}{_right_place(key)}")
+    if problem := rules[key].refusal(value):
+        raise _refusal(file, path, problem)
+
+
+def _refusal(file: TomlFile, path: tuple[str, ...], problem: str) -> ConfigError:
+    field = ".".join(path)
+    return ConfigError(f"{file.position(path)}: {field} {problem}", field=field)
 
 
 def _fields_of(table: tuple[str, ...]) -> str:
@@ -306,28 +233,30 @@ def _limits(table: Mapping[str, Any]) -> DeviceLimits:
     return DeviceLimits(**given)
 
 
-def _check_thresholds(file: _File, limits: DeviceLimits) -> None:
+def _check_thresholds(file: TomlFile, limits: DeviceLimits) -> None:
     """A worse state must begin at a higher temperature, and at a lower battery, than a better one."""
     rising = [(field, getattr(limits, field)) for field in ("moderate_c", "hot_c", "critical_c")]
     for (milder, least), (worse, value) in pairwise([pair for pair in rising if pair[1] > 0.0]):
         if value <= least:
-            raise file.refusal(
-                ("limits", worse), f"= {value:g} is not allowed; it must be above {milder}, which is {least:g}"
+            raise _refusal(
+                file, ("limits", worse), f"= {value:g} is not allowed; it must be above {milder}, which is {least:g}"
             )
     low, critical = limits.low_battery_percent, limits.critical_battery_percent
     if 0.0 < low <= critical:
-        raise file.refusal(
+        raise _refusal(
+            file,
             ("limits", "critical_battery_percent"),
             f"= {critical:g} is not allowed; it must be below low_battery_percent, which is {low:g}",
         )
 
 
-def _check_emulation(file: _File, profile: DeviceProfile) -> None:
+def _check_emulation(file: TomlFile, profile: DeviceProfile) -> None:
     if profile.is_emulated and profile.speed > 1.0:
-        raise file.refusal(
+        raise _refusal(
+            file,
             ("speed",),
             f"= {profile.speed:g} cannot be emulated; it must be above 0 and at most 1, the speed of this machine",
         )
     for table, default in _EMULATED_TABLES.items():
         if not profile.is_emulated and getattr(profile, table) != default:
-            raise file.refusal((table,), f"is kept by emulation only; set emulated = true or remove [{table}]")
+            raise _refusal(file, (table,), f"is kept by emulation only; set emulated = true or remove [{table}]")

@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +23,13 @@ from loadtest.arrivals import make_arrivals
 from loadtest.prompts import NUM_SERIAL_WORDS
 from loadtest.seeds import Purpose, generator
 from shoal.errors import ConfigError
+from shoal.shipped import Shipped
 from shoal.types import QosClass
 
 # Of Mooncake's traces, and of a file that does not say.
 MOONCAKE_BLOCK_TOKENS = 512
+
+_SHIPPED = Shipped("loadtest", ("data",), ".jsonl", "trace", "trace")
 
 _HEADER = re.compile(r"# block_tokens = (\d{1,9})")
 _ORIGIN = re.compile(r"# origin: (.+)")
@@ -101,8 +101,7 @@ _REQUIRED = ("timestamp", "input_length", "output_length")
 
 def shipped_traces() -> tuple[str, ...]:
     """Return the names of the traces that come with Shoal."""
-    names = (entry.name for entry in _shipped().iterdir())
-    return tuple(sorted(name.removesuffix(".jsonl") for name in names if name.endswith(".jsonl")))
+    return _SHIPPED.names()
 
 
 def read_trace(name_or_path: str) -> Trace:
@@ -110,18 +109,8 @@ def read_trace(name_or_path: str) -> Trace:
 
     Raises ConfigError that names the file, the line, the field and what it may be.
     """
-    entry = _find(name_or_path)
-    try:
-        text = entry.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"there is no trace {name_or_path!r}; shipped are {', '.join(shipped_traces())}, or give the path of a .jsonl "
-            "file",
-            field="trace",
-        ) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{entry}: cannot be read: {error}", field="trace") from error
-    return parse_trace(text.split("\n"), str(entry))
+    where, text = _SHIPPED.read(name_or_path)
+    return parse_trace(text.split("\n"), where)
 
 
 def write_trace(path: Path, trace: Trace) -> None:
@@ -296,15 +285,6 @@ def _check_sizes(
 def _scaled(length: int, scale: int, floor: int, ceiling: int | None) -> int:
     scaled = max(floor, -(-length // scale))
     return scaled if ceiling is None else min(scaled, ceiling)
-
-
-def _shipped() -> Traversable:
-    return files("loadtest").joinpath("data")
-
-
-def _find(name_or_path: str) -> Path | Traversable:
-    is_path = name_or_path.endswith(".jsonl") or "/" in name_or_path or os.sep in name_or_path
-    return Path(name_or_path) if is_path else _shipped().joinpath(f"{name_or_path}.jsonl")
 
 
 def _fields_of(entry: TraceEntry) -> dict[str, object]:

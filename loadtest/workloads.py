@@ -7,21 +7,17 @@ its path. Knows nothing of arrivals, texts or targets: `scenarios` makes plans o
 from __future__ import annotations
 
 import math
-import os
-import re
 import sys
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from importlib.resources import files
-from importlib.resources.abc import Traversable
-from pathlib import Path
 from typing import Any
 
 from loadtest.amounts import Amount, Shape, fixed
 from loadtest.plan import Slo
 from loadtest.prompts import NUM_SERIAL_WORDS
 from shoal.errors import ConfigError
+from shoal.shipped import Shipped
+from shoal.toml_file import Rule, TomlFile
 from shoal.types import QosClass
 
 # Source: MLPerf LoadGen, mlperf.conf of llama3.1-8b: interactive 500/30 ms and server 2000/100 ms, offline none.
@@ -82,44 +78,36 @@ class Workload:
     rate_per_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    """What a field may hold: its TOML types, its allowed values in words, and the check of them."""
-
-    types: tuple[type, ...]
-    allowed: str
-    is_allowed: Callable[[Any], bool]
-
-
-def _whole(least: int, most: int, unit: str = "") -> _Rule:
+def _whole(least: int, most: int, unit: str = "") -> Rule:
     unit = f" of {unit}" if unit else ""
-    return _Rule((int,), f"a whole number{unit} from {least} to {most}", lambda number: least <= number <= most)
+    return Rule((int,), f"a whole number{unit} from {least} to {most}", lambda number: least <= number <= most)
 
 
-def _number(allowed: str, is_allowed: Callable[[Any], bool]) -> _Rule:
+def _number(allowed: str, is_allowed: Callable[[Any], bool]) -> Rule:
     # Whole numbers of TOML may be longer than any float.
-    return _Rule((int, float), allowed, lambda number: abs(number) <= sys.float_info.max and is_allowed(number))
+    return Rule((int, float), allowed, lambda number: abs(number) <= sys.float_info.max and is_allowed(number))
 
 
+_SHIPPED = Shipped("loadtest", ("data", "workloads"), ".toml", "workload", "workload")
 _CLASSES = tuple(qos.value for qos in QosClass)
 _SHAPES = tuple(shape.value for shape in Shape)
 _MILLISECONDS = _number("a number of milliseconds, or 0 for none", lambda limit: 0.0 <= limit < math.inf)
-_TEXT = _Rule((str,), "a text that is not empty", bool)
+_TEXT = Rule((str,), "a text that is not empty", bool)
 # Lengths are amounts: they have rules of their own.
-_ANY = _Rule((int, dict), "a whole number or a table", lambda _: True)
+_ANY = Rule((int, dict), "a whole number or a table", lambda _: True)
 
 _WORKLOAD_RULES = {
     "name": _TEXT,
-    "description": _Rule((str,), "a text", lambda _: True),
-    "stream": _Rule((list,), "tables [[stream]], at least one", lambda tables: bool(tables)),
-    "slo": _Rule((dict,), "tables [slo.CLASS] with CLASS one of " + ", ".join(_CLASSES), lambda _: True),
+    "description": Rule((str,), "a text", lambda _: True),
+    "stream": Rule((list,), "tables [[stream]], at least one", lambda tables: bool(tables)),
+    "slo": Rule((dict,), "tables [slo.CLASS] with CLASS one of " + ", ".join(_CLASSES), lambda _: True),
 }
 _STREAM_RULES = {
     "name": _TEXT,
     "share": _number("a number above 0", lambda share: 0.0 < share < math.inf),
     "rate_per_s": _number("a number of requests per second above 0", lambda rate: 0.0 < rate < math.inf),
-    "qos": _Rule((str,), "one of " + ", ".join(_CLASSES), lambda qos: qos in _CLASSES),
-    "tenant": _Rule((str,), "at most 64 printable characters", lambda name: len(name) <= 64 and name.isprintable()),
+    "qos": Rule((str,), "one of " + ", ".join(_CLASSES), lambda qos: qos in _CLASSES),
+    "tenant": Rule((str,), "at most 64 printable characters", lambda name: len(name) <= 64 and name.isprintable()),
     "prompt_tokens": _ANY,
     "output_tokens": _ANY,
     "turns": _ANY,
@@ -140,8 +128,7 @@ _REQUIRED = ("name", "prompt_tokens", "output_tokens")
 
 def shipped_workloads() -> tuple[str, ...]:
     """Return the names of the workloads that come with Shoal."""
-    names = (entry.name for entry in _shipped().iterdir())
-    return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml")))
+    return _SHIPPED.names()
 
 
 def load_workload(name_or_path: str) -> Workload:
@@ -149,24 +136,13 @@ def load_workload(name_or_path: str) -> Workload:
 
     Raises ConfigError that names the file, the line, the field and what it may be.
     """
-    is_path = name_or_path.endswith(".toml") or "/" in name_or_path or os.sep in name_or_path
-    entry = Path(name_or_path) if is_path else _shipped().joinpath(f"{name_or_path}.toml")
-    try:
-        text = entry.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"there is no workload {name_or_path!r}; shipped are {', '.join(shipped_workloads())}, or give the path of a "
-            ".toml file",
-            field="workload",
-        ) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{entry}: cannot be read: {error}", field="workload") from error
-    return parse_workload(text, str(entry))
+    where, text = _SHIPPED.read(name_or_path)
+    return parse_workload(text, where)
 
 
 def parse_workload(text: str, where: str) -> Workload:
     """Read a workload from TOML; where: what to call the file in errors. Raises ConfigError as load_workload()."""
-    file = _File(where, text)
+    file = TomlFile(where, text, field="workload")
     top = _Place(file)
     _check(top, file.content, _WORKLOAD_RULES)
     _require(top, file.content, ("name", "stream"), _WORKLOAD_RULES)
@@ -190,65 +166,11 @@ def parse_workload(text: str, where: str) -> Workload:
     )
 
 
-class _File:
-    """A workload's text, what it says, and where it says it."""
-
-    __slots__ = ("content", "name", "text")
-
-    def __init__(self, name: str, text: str) -> None:
-        """Raise ConfigError with the line for what is not TOML."""
-        self.name = name
-        self.text = text.replace("\r\n", "\n")
-        try:
-            self.content: dict[str, Any] = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            found = re.search(r"at line (\d+)", str(error))
-            line = int(found[1]) if found else text.count("\n") + 1
-            raise ConfigError(f"{name}:{line}: not valid TOML: {error}", field="workload") from error
-        except RecursionError:
-            raise ConfigError(f"{name}: not valid TOML: nested too deeply", field="workload") from None
-
-    def position(self, path: tuple[str | int, ...]) -> str:
-        """The file and, for a field or else the table it should be in, the line of the statement that sets it.
-
-        That is the last one of the shortest text, cut between statements, that has the field in it: so the parser alone
-        decides what a statement is, whichever way it is written.
-        """
-        while path and not _has(self.content, path):
-            path = path[:-1]
-        if not path:
-            return self.name
-        lines = self.text.split("\n")
-        begin = 1
-        for end in range(1, len(lines) + 1):
-            try:
-                content = tomllib.loads("\n".join(lines[:end]))
-            except tomllib.TOMLDecodeError:
-                continue  # cut within a statement
-            if _has(content, path):
-                return f"{self.name}:{begin}"
-            begin = end + 1
-        raise AssertionError(f"{path} is not in {self.name}")
-
-
-def _has(content: Any, path: tuple[str | int, ...]) -> bool:
-    for key in path:
-        is_there = (
-            0 <= key < len(content)
-            if isinstance(key, int) and isinstance(content, list)
-            else (isinstance(content, dict) and key in content)
-        )
-        if not is_there:
-            return False
-        content = content[key]
-    return True
-
-
 @dataclass(frozen=True, slots=True)
 class _Place:
     """A field or table of a file. path: the keys that lead there; shown: what messages call it, "" for the file."""
 
-    file: _File
+    file: TomlFile
     path: tuple[str | int, ...] = ()
     shown: str = ""
 
@@ -265,25 +187,19 @@ class _Place:
         return self.refusal(f"= {shown} is not allowed; it must be {allowed}")
 
 
-def _stream_place(file: _File, index: int, name: object) -> _Place:
+def _stream_place(file: TomlFile, index: int, name: object) -> _Place:
     return _Place(file, ("stream", index), f"stream {name or index + 1}")
 
 
-def _shipped() -> Traversable:
-    return files("loadtest").joinpath("data", "workloads")
-
-
-def _check(place: _Place, content: Mapping[str, Any], rules: Mapping[str, _Rule]) -> None:
+def _check(place: _Place, content: Mapping[str, Any], rules: Mapping[str, Rule]) -> None:
     for key, value in content.items():
         if key not in rules:
             raise place.of(key).refusal(f"is not a field of a workload; fields are {', '.join(rules)}")
-        # bool is an int to isinstance, but `turns = true` is a mistake.
-        if type(value) not in rules[key].types or not rules[key].is_allowed(value):
-            shown = str(value).lower() if isinstance(value, bool) else repr(value)
-            raise place.of(key).not_allowed(shown, rules[key].allowed)
+        if problem := rules[key].refusal(value):
+            raise place.of(key).refusal(problem)
 
 
-def _require(place: _Place, content: Mapping[str, Any], names: tuple[str, ...], rules: Mapping[str, _Rule]) -> None:
+def _require(place: _Place, content: Mapping[str, Any], names: tuple[str, ...], rules: Mapping[str, Rule]) -> None:
     for name in names:
         if name not in content:
             raise place.of(name).refusal(f"is missing; it must be {rules[name].allowed}")
@@ -299,7 +215,7 @@ def _stream_name(streams: _Place, index: int, table: object) -> str:
     return str(table["name"])
 
 
-def _shares(file: _File, tables: list[dict[str, Any]]) -> tuple[list[float], float | None]:
+def _shares(file: TomlFile, tables: list[dict[str, Any]]) -> tuple[list[float], float | None]:
     """Return the streams' shares, and the rate of all of them where the file has rates."""
     with_rate = [index for index, table in enumerate(tables) if "rate_per_s" in table]
     if with_rate and (len(with_rate) < len(tables) or any("share" in table for table in tables)):
