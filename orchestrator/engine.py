@@ -21,7 +21,7 @@ from orchestrator.core.routing import PipelineView, RouteRequest, reroute, route
 from orchestrator.core.sequence import Sequence
 from orchestrator.core.tenants import TenantLedger
 from orchestrator.explain import Stories, Story
-from orchestrator.lane import EmittedToken, Lane, Rate
+from orchestrator.lane import EmittedToken, Lane
 from orchestrator.pipeline import Pipeline
 from shoal.errors import DeadlineExceeded, DeadlineUnmeetable, NotReady, Overloaded, ShoalError, rebuild
 from shoal.types import FinishReason, PipelineId, QosClass, SequenceId
@@ -108,8 +108,6 @@ class Engine:
         self._alarm: Alarm | None = None
         self._alarm_at = 0.0
         self.stories = Stories()
-        self.decode_rate = Rate()
-        self.prefill_rate = Rate()
 
     @property
     def pipelines(self) -> Mapping[PipelineId, Pipeline]:
@@ -218,7 +216,7 @@ class Engine:
         lane, now = self._lanes.get(pipeline_id), self._clock.now()
         if lane is None or lane.scheduler.pace == pace:
             return
-        lane.scheduler.set_pace(pace, now)
+        lane.scheduler.set_pace(pace)
         for answer in self._answers.values():
             if answer.pipeline is lane.pipeline:
                 answer.sequence.note(now, "limits", lane.limits_text())
@@ -263,7 +261,7 @@ class Engine:
         match frame.WhichOneof("body"):
             case "step_result":
                 tokens = lane.on_result(frame.step_result, now)
-                self._deliver(tokens, now)
+                self._deliver(tokens)
                 if frame.step_result.burst_steps and all(token.emitted.finish is None for token in tokens):
                     # Amid a burst: no credit, slot or row became free, so nothing else can be done than before.
                     return
@@ -273,9 +271,7 @@ class Engine:
                 logger.warning("unexpected_frame body=%s", body)
         self._turn([lane], now)
 
-    def _deliver(self, tokens: list[EmittedToken], now: float) -> None:
-        if tokens:
-            self.decode_rate.add(len(tokens), now)
+    def _deliver(self, tokens: list[EmittedToken]) -> None:
         for token in tokens:
             emitted = token.emitted
             answer = self._answers[emitted.sequence_id]
@@ -302,9 +298,8 @@ class Engine:
 
     def _turn(self, lanes: Iterable[Lane], now: float) -> None:
         """Make every batch that can be made now in these lanes, and see when to look again if nothing happens."""
-        num_prefilled = sum(lane.send_all(now) for lane in lanes)
-        if num_prefilled:
-            self.prefill_rate.add(num_prefilled, now)
+        for lane in lanes:
+            lane.send_all(now)
         self._set_alarm(now)
 
     def _set_alarm(self, now: float) -> None:
@@ -390,4 +385,5 @@ def _route_request(sequence: Sequence, now: float) -> RouteRequest:
         has_answer=bool(sequence.output_token_ids),
         time_left_s=None if sequence.deadline_at is None else sequence.deadline_at - now,
         num_certain=1 if sequence.stop_ids else sequence.max_tokens,
+        period_s=sequence.period_s,
     )

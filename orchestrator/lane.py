@@ -115,8 +115,8 @@ class Lane:
         num_tokens = min(request.num_prompt + request.max_tokens, limits.sequence_tokens)
         return self.scheduler.used_kv_tokens + round_up_to_page(num_tokens) <= limits.kv_tokens
 
-    def send_all(self, now: float) -> int:
-        """Send every batch that can be made now; returns the prompt tokens in them."""
+    def send_all(self, now: float) -> None:
+        """Send every batch that can be made now."""
         num_prefilled = 0
         self._send_ended()
         while (batch := self.scheduler.schedule(now)) is not None:
@@ -128,7 +128,6 @@ class Lane:
         self._send_ended()
         if num_prefilled:
             self.prefill_rate.add(num_prefilled, now)
-        return num_prefilled
 
     def _send_ended(self) -> None:
         """Before any batch: the slots of ended runs may be in it for others."""

@@ -47,15 +47,12 @@ class Forecast:
             return
         left_s = sequence.deadline_at - moment.now
         prediction = self.predict(len(sequence.prompt_token_ids), sequence.qos, moment)
-        need_s, what = prediction.first_token_s, "the first token"
+        num_certain = 1 if sequence.stop_ids else max_tokens
+        need_s = prediction.answer_s(num_certain, sequence.period_s)
         # What the client itself or a limited device prescribes is known before anything is measured.
-        sure_s = 0.0
-        if not sequence.stop_ids:
-            steps_per_s = self._decoding.pace.steps_per_s
-            periods_s = [1 / rate for rate in (sequence.max_tokens_per_s, steps_per_s) if rate]
-            sure_s = (max_tokens - 1) * max(periods_s, default=0.0)
-            need_s += (max_tokens - 1) * max(prediction.inter_token_s, *periods_s, 0.0)
-            what = f"all {max_tokens} tokens"
+        steps_per_s = self._decoding.pace.steps_per_s
+        sure_s = (num_certain - 1) * max(sequence.period_s, 1 / steps_per_s if steps_per_s else 0.0)
+        what = "the first token" if sequence.stop_ids else f"all {max_tokens} tokens"
         if left_s > sure_s and (need_s <= left_s or not self._times.is_known):
             return
         waiting = f"{prediction.queue_s:.2f} s of it waiting"

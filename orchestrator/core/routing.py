@@ -27,7 +27,8 @@ class RouteRequest:
     """What matters of a request.
 
     has_answer: tokens of it were delivered, so all it was promised must fit elsewhere too. time_left_s: until its deadline,
-    None if it has none. num_certain: answer tokens that it will surely have, and that must be there by then.
+    None if it has none. num_certain: answer tokens that it will surely have, and that must be there by then. period_s: the
+    least time between two of them that its client wants.
     """
 
     qos: QosClass
@@ -36,6 +37,7 @@ class RouteRequest:
     has_answer: bool = False
     time_left_s: float | None = None
     num_certain: int = 1
+    period_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +165,7 @@ def _late(request: RouteRequest, views: Sequence[PipelineView]) -> dict[Pipeline
     """Those that would refuse it anyway; whoever went there in vain would have lost its place in the queue."""
     late = {}
     for view in views:
-        need_s = view.prediction.first_token_s + (request.num_certain - 1) * view.prediction.inter_token_s
+        need_s = view.prediction.answer_s(request.num_certain, request.period_s)
         if request.time_left_s is not None and need_s > request.time_left_s:
             late[view.pipeline_id] = f"would miss the deadline: takes {need_s:.1f} s of {request.time_left_s:.1f} s"
     return late

@@ -183,7 +183,7 @@ class Scheduler:
         """Learn how long steps take."""
         self.times.observe(timing.stage_s, timing.num_tokens, timing.is_solo)
 
-    def set_pace(self, pace: Pace, now: float) -> None:
+    def set_pace(self, pace: Pace) -> None:
         """Spare the devices from the next batch on, or no longer."""
         self._decoding.pace = pace
 
@@ -300,6 +300,8 @@ class Scheduler:
     def _take_chunks(self, num_rows: int, moment: Moment) -> list[BatchRow]:
         """Fill the room beside decode rows with prefill chunks; admits the waiting as their turn comes."""
         rows: list[BatchRow] = []
+        if not (self._admission.num_prompt_left or self.num_waiting):
+            return rows
         room = self._decoding.prompt_room(num_rows, moment)
         while room > 0 and (found := self._next_chunk(room, not rows, moment)) is not None:
             sequence, num_tokens = found
@@ -408,11 +410,8 @@ class Scheduler:
                 self._decoding.put_back(sequence, now)
 
     def _end(self, sequence: Sequence, reason: FinishReason | None, now: float) -> None:
-        self._admission.on_end(now)
-        self._remove(sequence, reason, now)
-
-    def _remove(self, sequence: Sequence, reason: FinishReason | None, now: float) -> None:
         """Forget a sequence wherever it is, and free what it holds."""
+        self._admission.on_end(now)
         del self._sequences[sequence.sequence_id]
         if sequence.state is SequenceState.WAITING:
             self._admission.withdraw(sequence)

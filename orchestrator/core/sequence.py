@@ -105,6 +105,11 @@ class Sequence:
         return self.max_tokens_per_s > 0
 
     @property
+    def period_s(self) -> float:
+        """The least time between two tokens that its client wants; 0: none."""
+        return 1 / self.max_tokens_per_s if self.is_paced else 0.0
+
+    @property
     def num_tokens_max(self) -> int:
         """Tokens that KV is reserved for."""
         return len(self.prompt_token_ids) + self.max_tokens
@@ -156,7 +161,7 @@ class Sequence:
             self.note(now, "first_token")
         if self.is_paced:
             # A token that is late may be followed by the next at once, but what was missed before that is not made up for.
-            self.next_token_at = max(self.next_token_at + 1 / self.max_tokens_per_s, now)
+            self.next_token_at = max(self.next_token_at + self.period_s, now)
         self.output_token_ids.append(token_id)
         if token_id in self.stop_ids:
             return FinishReason.STOP

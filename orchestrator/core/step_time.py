@@ -44,6 +44,10 @@ class Prediction:
     def first_token_s(self) -> float:
         return self.queue_s + self.prefill_s
 
+    def answer_s(self, num_tokens: int, period_s: float) -> float:
+        """Until so many tokens are there; period_s: the least time between two that the client wants."""
+        return self.first_token_s + (num_tokens - 1) * max(self.inter_token_s, period_s)
+
 
 class _Line:
     """base_s + token_s * tokens, by least squares over weighted sums."""

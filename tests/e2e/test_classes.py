@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from launch.local import LocalFleet
+from launch.local import Child, LocalFleet
 from shoal import Client
-from shoal.generation import Generation
+from shoal.client import Stream
+from shoal.generation import Delta, Generation
 from tests.e2e.conftest import StartFleet
-from tests.support.commands import WAIT_S, until
+from tests.support.commands import WAIT_S
 
 pytestmark = pytest.mark.e2e
 
@@ -24,21 +24,29 @@ def same_answer(one: Generation, other: Generation) -> bool:
     return (one.text, one.token_ids, one.logprobs) == (other.text, other.token_ids, other.logprobs)
 
 
-def ask_later(pool: ThreadPoolExecutor, client: Client, **options: Any) -> Future[Generation]:
-    return pool.submit(client.generate, PROMPT, ignore_eos=True, **options)
+def begin(stream: Stream, num_tokens: int) -> Iterator[Delta]:
+    """Read the start of an answer, so that there is something to lose; returns the rest of it."""
+    deltas = iter(stream)
+    for _ in range(num_tokens):
+        next(deltas)
+    return deltas
+
+
+def read_rest(stream: Stream, deltas: Iterator[Delta]) -> Generation:
+    for _ in deltas:
+        pass
+    return stream.result
 
 
 def test_a_preempted_answer_is_the_same_to_the_last_bit(start_fleet: StartFleet) -> None:
     fleet = start_fleet("tablet", max_sequences=1)
-    with Client(fleet.address, timeout_s=WAIT_S) as client, ThreadPoolExecutor() as pool:
-        low: dict[str, Any] = {"max_tokens": 48, "qos_class": "throughput", **SAMPLED}
-        undisturbed = client.generate(PROMPT, ignore_eos=True, **low)
-        answer = ask_later(pool, client, **low)
-        until(client.status, lambda status: status.num_running == 1)
-        time.sleep(0.5)  # so that there is something to lose
-        urgent = client.generate("Quick:", max_tokens=4, qos_class="latency", ignore_eos=True)
-
-        preempted = answer.result(WAIT_S)
+    options: dict[str, Any] = {"max_tokens": 48, "qos_class": "throughput", "ignore_eos": True, **SAMPLED}
+    with Client(fleet.address, timeout_s=WAIT_S) as client:
+        undisturbed = client.generate(PROMPT, **options)
+        with client.stream(PROMPT, **options) as stream:
+            deltas = begin(stream, 8)
+            urgent = client.generate("Quick:", max_tokens=4, qos_class="latency", ignore_eos=True)
+            preempted = read_rest(stream, deltas)
 
     assert (undisturbed.num_preemptions, urgent.num_preemptions, preempted.num_preemptions) == (0, 0, 1)
     assert same_answer(preempted, undisturbed)
@@ -62,15 +70,14 @@ def test_a_latency_device_has_its_class_to_itself_and_says_why(start_fleet: Star
 
 def test_an_answer_goes_on_with_the_same_text_when_its_device_is_killed(start_fleet: StartFleet) -> None:
     fleet = start_fleet("phone", "phone", replicas=2)
-    with Client(fleet.address, timeout_s=WAIT_S) as client, ThreadPoolExecutor() as pool:
-        options: dict[str, Any] = {"max_tokens": 60, **SAMPLED}
-        undisturbed = client.generate(PROMPT, ignore_eos=True, **options)
-        answer = ask_later(pool, client, request_id="orphan", **options)
-        pipeline_id = until(lambda: computing(client), bool)
-        time.sleep(0.5)  # into the answer
-
-        child_of(fleet, client, pipeline_id).process.kill()
-        moved = answer.result(WAIT_S)
+    options: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True, **SAMPLED}
+    with Client(fleet.address, timeout_s=WAIT_S) as client:
+        undisturbed = client.generate(PROMPT, **options)
+        with client.stream(PROMPT, request_id="orphan", **options) as stream:
+            deltas = begin(stream, 8)
+            pipeline_id = client.explain("orphan").routes[0].pipeline_id
+            child_of(fleet, client, pipeline_id).process.kill()
+            moved = read_rest(stream, deltas)
         story = client.explain("orphan")
 
     assert same_answer(moved, undisturbed)
@@ -78,10 +85,6 @@ def test_an_answer_goes_on_with_the_same_text_when_its_device_is_killed(start_fl
     assert "moved" in [event.what for event in story.events]
 
 
-def computing(client: Client) -> str:
-    return next((one.pipeline_id for one in client.status().pipelines if one.num_running), "")
-
-
-def child_of(fleet: LocalFleet, client: Client, pipeline_id: str) -> Any:
+def child_of(fleet: LocalFleet, client: Client, pipeline_id: str) -> Child:
     (worker_id,) = [one.worker_id for one in client.status().devices if one.pipeline_id == pipeline_id]
     return next(child for child in fleet.children if child.name == worker_id)

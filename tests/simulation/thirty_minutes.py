@@ -210,7 +210,7 @@ class Simulation:
 
     def _heed(self, has_changed: bool, now: float) -> None:
         if has_changed and self._is_limited:
-            self._scheduler.set_pace(self._monitor.pace(), now)
+            self._scheduler.set_pace(self._monitor.pace())
             self._turn(now)
 
 

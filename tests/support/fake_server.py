@@ -55,6 +55,7 @@ def finished(**fields: Any) -> inference_pb2.GenerateResponse:
 
 
 HELLO: Script = (accepted(), delta(0, "Hel", [10]), delta(1, "lo", [11]), finished())
+ENDLESS: Script = (accepted(), delta(0, "Hel", [10]), HANG)
 
 
 class FakeOrchestrator(
@@ -155,3 +156,7 @@ class FakeServer:
         assert self._stop is not None
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(WAIT_S)
+
+
+def chat_of(server: FakeServer, index: int = 0) -> list[tuple[str, str]]:
+    return [(message.role, message.content) for message in server.orchestrator.requests[index].chat.messages]

@@ -1,67 +1,23 @@
-"""The command line against a scripted orchestrator: what it prints where, its exit codes, and how it is interrupted."""
+"""The command line against a scripted orchestrator: what it prints where, and its exit codes."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cli import main as command_line
 from cli.terminal import format_bytes, progress, waiting
 from shoal.config import OrchestratorConfig, WorkerConfig, options
 from shoal.errors import ContextExceeded, ModelNotFound, NotReady
 from shoal.types import DeviceProfile
 from shoal.v1 import admin_pb2, fleet_pb2, types_pb2
-from tests.support.commands import RunningCommand, start_shoal
-from tests.support.fake_server import HANG, HELLO, WAIT_S, FakeServer, Script, accepted, delta, finished
-
-ENDLESS: Script = (accepted(), delta(0, "Hel", [10]), HANG)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Outcome]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
-    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.delenv("SHOAL_SERVER", raising=False)
-
-    def run_command(*args: str, stdin: bytes = b"") -> Outcome:
-        monkeypatch.setattr(sys, "argv", ["shoal", *args])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
-        with pytest.raises(SystemExit) as left:
-            command_line.main()
-        out, err = capsys.readouterr()
-        return Outcome(int(left.value.code or 0), out, err)
-
-    return run_command
-
-
-@pytest.fixture
-def server() -> Iterator[FakeServer]:
-    with FakeServer() as server:
-        yield server
-
-
-def chat_of(server: FakeServer, index: int = 0) -> list[tuple[str, str]]:
-    return [(message.role, message.content) for message in server.orchestrator.requests[index].chat.messages]
+from tests.support.commands import Outcome
+from tests.support.fake_server import HELLO, FakeServer, Script, accepted, chat_of, delta, finished
+from tests.unit.conftest import Run
 
 
 def test_generate_prints_the_answer_on_stdout_and_the_figures_on_stderr(run: Run, server: FakeServer) -> None:
@@ -222,60 +178,6 @@ def test_a_chat_from_a_pipe_fails_with_its_first_error(run: Run) -> None:
         outcome = run("chat", "--server", server.address, stdin=b"one\ntwo\n")
 
     assert outcome == Outcome(1, "", "error: 4000 tokens, but the context has 2048\n")
-
-
-@pytest.fixture
-def open_terminal(tmp_path: Path) -> Iterator[Callable[..., RunningCommand]]:
-    with contextlib.ExitStack() as running:
-        yield lambda *args: running.enter_context(start_shoal(*args, home=tmp_path, columns=100))
-
-
-def test_an_interrupt_stops_the_answer_and_not_the_chat(open_terminal: Callable[..., RunningCommand]) -> None:
-    with FakeServer(ENDLESS, HELLO) as server:
-        terminal = open_terminal("chat", "--server", server.address)
-        terminal.read_until("> ")
-        terminal.press("one\n")
-        terminal.read_until("Hel")
-        terminal.process.send_signal(signal.SIGINT)
-        terminal.read_until("stopped")
-        assert server.orchestrator.is_released.wait(WAIT_S)
-        terminal.read_until("> ")
-        terminal.press("two\n")
-        terminal.read_until("Hello")
-        terminal.read_until("> ")
-        terminal.press("\x04")
-
-        assert terminal.wait() == 0
-        assert chat_of(server, 1) == [("user", "one"), ("assistant", "Hel"), ("user", "two")]
-
-
-def test_an_error_does_not_end_a_chat_at_a_terminal(open_terminal: Callable[..., RunningCommand]) -> None:
-    with FakeServer([ContextExceeded("too long")], HELLO) as server:
-        terminal = open_terminal("chat", "--server", server.address)
-        terminal.read_until("> ")
-        terminal.press("one\n")
-        terminal.read_until("error: too long")
-        terminal.press("two\n")
-        terminal.read_until("Hello")
-
-        assert chat_of(server, 1) == [("user", "two")]
-
-
-def test_an_interrupted_generate_ends_its_call_with_exit_code_130(open_terminal: Callable[..., RunningCommand]) -> None:
-    with FakeServer(ENDLESS) as server:
-        terminal = open_terminal("generate", "hi", "--server", server.address)
-        terminal.read_until("Hel")
-        terminal.process.send_signal(signal.SIGINT)
-
-        assert terminal.wait() == 130
-        assert server.orchestrator.is_released.wait(WAIT_S)
-
-
-def test_control_characters_of_a_model_do_not_reach_a_terminal(open_terminal: Callable[..., RunningCommand]) -> None:
-    with FakeServer([accepted(), delta(0, "a\x1b]0;owned\x07b", [1]), finished()]) as server:
-        terminal = open_terminal("generate", "hi", "--server", server.address)
-
-        terminal.read_until("a]0;ownedb")
 
 
 STATUS = admin_pb2.GetStatusResponse(

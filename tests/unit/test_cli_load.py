@@ -2,64 +2,34 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import signal
-import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cli import main as command_line
 from cli.load_run import _describe
 from loadtest import report as reports
 from loadtest.runner import Progress
 from shoal.errors import ConfigError, Overloaded
 from shoal.v1 import types_pb2
 from tests.support.commands import start_shoal
-from tests.support.fake_server import HANG, HELLO, FakeServer, Script, accepted, delta
+from tests.support.fake_server import ENDLESS, HELLO, FakeServer
 from tests.support.openai_server import HELLO as HELLO_OPENAI
 from tests.support.openai_server import OpenAiServer, Plain, event
 from tests.support.openai_server import error as openai_error
+from tests.unit.conftest import Run
 
 WAIT_S = 20.0
-ENDLESS: Script = (accepted(), delta(0, "Hel", [10]), HANG)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Outcome]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.delenv("SHOAL_SERVER", raising=False)
-
-    def run_command(*args: str) -> Outcome:
-        monkeypatch.setattr(sys, "argv", ["shoal", "load", *args])
-        monkeypatch.setattr(sys, "stdin", io.StringIO())
-        with pytest.raises(SystemExit) as left:
-            command_line.main()
-        out, err = capsys.readouterr()
-        return Outcome(int(left.value.code or 0), out, err)
-
-    return run_command
-
-
-@pytest.fixture
-def server() -> Iterator[FakeServer]:
-    with FakeServer() as server:
-        yield server
+def run(run: Run) -> Run:
+    """Run `shoal load` with these words."""
+    return partial(run, "load")
 
 
 def rows(out: str) -> dict[str, list[str]]:

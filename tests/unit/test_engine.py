@@ -328,7 +328,7 @@ def test_totals_count_prompt_and_answer_tokens() -> None:
     for _ in range(3):
         harness.p1.answer_step()
 
-    assert (harness.engine.prefill_rate.total, harness.engine.decode_rate.total) == (8, 3)
+    assert (harness.p1.lane.prefill_rate.total, harness.p1.lane.decode_rate.total) == (8, 3)
 
 
 def test_steps_that_were_lost_leave_nothing_to_be_timed() -> None:

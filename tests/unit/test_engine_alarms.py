@@ -9,7 +9,7 @@ import pytest
 from orchestrator.core.limits import Pace
 from orchestrator.core.step_time import StepTiming
 from orchestrator.engine import FALLBACK_AGAIN, Answer
-from shoal.errors import DeadlineExceeded
+from shoal.errors import DeadlineExceeded, Overloaded
 from shoal.types import DeviceMode, FinishReason, SequenceId
 from tests.support.lanes import (
     FALLBACK_S,
@@ -146,9 +146,12 @@ def test_a_request_that_would_miss_its_deadline_elsewhere_keeps_its_place(
     assert [what for what, _ in told(harness, "r2")] == ["queued", "admitted"]
 
 
-def test_a_request_that_another_pipeline_refuses_after_all_goes_on_waiting() -> None:
-    harness, answer = wait_at_p1(deadline_at=9.0, stop_ids=frozenset(), max_tokens=100, max_tokens_per_s=11.27)
-    make_slow(harness.add(P2), 0.05)
+def test_a_request_that_another_pipeline_refuses_after_all_goes_on_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(sequence: object, now: float) -> None:
+        raise Overloaded("full after all", retry_after_s=1.0)
+
+    harness, answer = wait_at_p1()
+    monkeypatch.setattr(harness.add(P2).lane.scheduler, "submit", refuse)
 
     harness.clock.move_to(FALLBACK_S * 1.1)
 

@@ -104,7 +104,7 @@ def test_results_go_to_the_pipeline_that_sent_them() -> None:
     assert by_pipeline == {P1: [11], P2: []}
 
 
-def test_totals_are_over_all_pipelines() -> None:
+def test_totals_are_those_of_each_pipeline() -> None:
     harness = Harness()
     p2 = harness.add(P2)
     for number in (1, 2):
@@ -112,7 +112,7 @@ def test_totals_are_over_all_pipelines() -> None:
     for stages in (harness.p1, p2):
         stages.compute_all()
 
-    assert (harness.engine.prefill_rate.total, harness.engine.decode_rate.total) == (16, 6)
+    assert (harness.p1.lane.prefill_rate.total, harness.p1.lane.decode_rate.total) == (8, 3)
     assert (p2.lane.prefill_rate.total, p2.lane.decode_rate.total) == (8, 3)
 
 

@@ -293,7 +293,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(max_batch=st.integers(1, 8), steps_per_s=st.sampled_from([0.0, 3.0, 12.0]))
     def set_pace(self, max_batch: int, steps_per_s: float) -> None:
-        self.scheduler.set_pace(Pace(max_batch, steps_per_s), self.now)
+        self.scheduler.set_pace(Pace(max_batch, steps_per_s))
 
     @rule(num_prompt=st.integers(1, 500), qos=st.sampled_from(QosClass))
     def predict(self, num_prompt: int, qos: QosClass) -> None:
@@ -319,7 +319,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """All that is left runs to its end once devices are spared no more, whatever happened before."""
         if not hasattr(self, "scheduler"):
             return
-        self.scheduler.set_pace(Pace(self.limits.max_batch), self.now)
+        self.scheduler.set_pace(Pace(self.limits.max_batch))
         for _ in range(MAX_TURNS):
             if not self.scheduler.has_work:
                 break

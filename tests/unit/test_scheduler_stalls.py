@@ -136,7 +136,7 @@ def test_spared_devices_get_no_more_steps_than_they_may_and_streams_share_them(
     streams = [make_sequence(key, num_prompt=16, max_tokens=2000, stop_ids=LONG) for key in range(1, 5)]
     for stream in streams:
         pipeline.submit(stream, 0.0)
-    pipeline.at(5.0, lambda: scheduler.set_pace(Pace(max_batch, steps_per_s), 5.0))
+    pipeline.at(5.0, lambda: scheduler.set_pace(Pace(max_batch, steps_per_s)))
     pipeline.run(25.0)
     num_batches = sum(6.0 <= at < 25.0 for at, _ in pipeline.batches)
     assert 0.9 * 19 * steps_per_s <= num_batches <= 19 * steps_per_s + 1
@@ -240,7 +240,7 @@ def test_whatever_comes_in_every_answer_is_whole_and_the_one_its_prompt_determin
         sequences.append(sequence)
         pipeline.submit(sequence, at)
     for at, max_batch, steps_per_s in [*paces, (7.0, limits.max_batch, 0.0)]:
-        pipeline.at(at, partial(scheduler.set_pace, Pace(max_batch, steps_per_s), at))
+        pipeline.at(at, partial(scheduler.set_pace, Pace(max_batch, steps_per_s)))
     pipeline.run(300.0)
     assert not scheduler.has_work
     assert scheduler.num_replay_mismatches == 0

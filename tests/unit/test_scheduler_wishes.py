@@ -58,13 +58,13 @@ class TestPacing:
 class TestPace:
     def test_batches_have_no_more_rows_than_the_devices_allow(self) -> None:
         scheduler = make_decoding(make_limits(), *make_sequences(*[BALANCED] * 8))
-        scheduler.set_pace(Pace(max_batch=3), 0.0)
+        scheduler.set_pace(Pace(max_batch=3))
         assert scheduler.pace == Pace(max_batch=3)
         assert len(run_step(scheduler, 0.0)) == 3
 
     def test_more_than_the_limits_is_not_allowed_by_any_pace(self) -> None:
         scheduler = make_decoding(make_limits(max_batch=4), *make_sequences(*[BALANCED] * 8))
-        scheduler.set_pace(Pace(max_batch=16), 0.0)
+        scheduler.set_pace(Pace(max_batch=16))
         assert len(run_step(scheduler, 0.0)) == 4
 
     def test_chunks_shrink_with_the_batches_but_prompts_go_on(self) -> None:
@@ -72,7 +72,7 @@ class TestPace:
         scheduler.submit(make_sequence(num_prompt=200), 0.0)
         sizes = []
         for max_batch in (16, 8, 4, 1):
-            scheduler.set_pace(Pace(max_batch), 0.0)
+            scheduler.set_pace(Pace(max_batch))
             batch = scheduler.schedule(0.0)
             assert batch is not None
             sizes.append(batch.num_tokens)
@@ -81,7 +81,7 @@ class TestPace:
 
     def test_steps_are_spaced_and_the_time_of_the_next_is_told(self) -> None:
         scheduler = make_decoding(make_limits(burst_steps=8), *make_sequences(BALANCED))
-        scheduler.set_pace(Pace(16, steps_per_s=4.0), 0.0)
+        scheduler.set_pace(Pace(16, steps_per_s=4.0))
         batch = scheduler.schedule(10.0)
         assert batch is not None
         assert batch.burst_steps == 0
@@ -92,14 +92,14 @@ class TestPace:
 
     def test_a_chunk_counts_for_as_many_steps_as_it_has_eights_of_tokens(self) -> None:
         scheduler = Scheduler(make_limits())
-        scheduler.set_pace(Pace(16, steps_per_s=4.0), 0.0)
+        scheduler.set_pace(Pace(16, steps_per_s=4.0))
         scheduler.submit(make_sequence(num_prompt=40), 10.0)
         run_step(scheduler, 10.0)
         assert scheduler.wake_at(10.0) == 10.0 + 5 / 4.0
 
     def test_beside_running_rows_a_chunk_does_not_make_a_second_step(self) -> None:
         scheduler = make_decoding(make_limits(), *make_sequences(BALANCED, BALANCED))
-        scheduler.set_pace(Pace(16, steps_per_s=4.0), 0.0)
+        scheduler.set_pace(Pace(16, steps_per_s=4.0))
         scheduler.submit(make_sequence(3, num_prompt=40), 10.0)
         batch = scheduler.schedule(10.0)
         assert batch is not None
@@ -108,9 +108,9 @@ class TestPace:
 
     def test_a_lifted_pace_is_felt_at_once(self) -> None:
         scheduler = make_decoding(make_limits(), *make_sequences(BALANCED))
-        scheduler.set_pace(Pace(16, steps_per_s=0.5), 0.0)
+        scheduler.set_pace(Pace(16, steps_per_s=0.5))
         run_step(scheduler, 10.0)
-        scheduler.set_pace(Pace(16), 10.1)
+        scheduler.set_pace(Pace(16))
         assert run_step(scheduler, 10.1) == [1]
 
 
@@ -274,7 +274,7 @@ class TestPrediction:
 
     def test_spared_devices_take_longer(self) -> None:
         scheduler = make_decoding(make_limits(), *make_sequences(BALANCED))
-        scheduler.set_pace(Pace(16, steps_per_s=2.0), 0.0)
+        scheduler.set_pace(Pace(16, steps_per_s=2.0))
         prediction = scheduler.predict(80, BALANCED, 0.0)
         assert prediction.inter_token_s == 0.5
         assert prediction.prefill_s > 4.0
