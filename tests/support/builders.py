@@ -72,6 +72,7 @@ def make_limits(
     burst_steps: int = 1,
     min_rows: int = 4,
     mode: DeviceMode = DeviceMode.MIXED,
+    stage_costs: tuple[float, ...] = (),
 ) -> SchedulerLimits:
     """Limits of a small pipeline; bursts are off unless asked for."""
     return SchedulerLimits(
@@ -85,6 +86,7 @@ def make_limits(
         burst_steps=burst_steps,
         min_rows=min_rows,
         mode=mode,
+        stage_costs=stage_costs,
     )
 
 

@@ -319,6 +319,23 @@ def test_up_with_an_unknown_device_says_which_there_are(run: Run) -> None:
     assert "toaster" in outcome.err
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--tenant-weights", "gold"], "'gold' is not a tenant and its weight"),
+        (["--devices", "phone,phone", "--replicas", "3"], "replicas = 3 with 2 devices"),
+    ],
+)
+def test_up_says_what_cannot_work_before_it_starts_anything(
+    run: Run, tmp_path: Path, flags: list[str], said: str
+) -> None:
+    outcome = run("up", "--port", "0", *flags)
+
+    assert (outcome.code, outcome.err.count("\n")) == (1, 1)
+    assert said in outcome.err
+    assert not (tmp_path / "logs").exists()
+
+
 def test_up_with_a_model_nobody_knows_starts_nothing(run: Run, tmp_path: Path) -> None:
     outcome = run("up", "--model", "nope", "--port", "0")
 

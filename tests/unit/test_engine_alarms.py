@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -75,6 +76,21 @@ def test_waiting_without_hope_costs_a_few_looks_a_second_and_no_more() -> None:
     harness.clock.move_to(10.0)
 
     assert harness.clock.num_rung <= 10.0 / (FALLBACK_S * FALLBACK_AGAIN) + 2
+
+
+def test_a_look_at_a_long_queue_costs_no_more_than_one_at_a_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each class one request is weighed: where that finds no place, none behind it does."""
+    harness, _ = wait_at_p1(num_prompt=60, max_tokens=400)
+    p2 = harness.add(P2, num_slots=4, kv_tokens=64)
+    for number in range(3, 13):
+        harness.submit(number, num_prompt=60, max_tokens=400)
+    assert p2.lane.scheduler.num_running + p2.lane.scheduler.num_waiting == 0, "they are to wait at the other one"
+    weighing = Mock(wraps=p2.lane.scheduler.predict)
+    monkeypatch.setattr(p2.lane.scheduler, "predict", weighing)
+
+    harness.clock.move_to(FALLBACK_S * 1.1)
+
+    assert weighing.call_count == 1
 
 
 def test_a_timeout_of_nought_does_not_poll() -> None:

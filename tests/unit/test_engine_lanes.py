@@ -40,6 +40,13 @@ def test_a_pipeline_that_nobody_has_measured_is_expected_to_be_like_the_others()
     assert sorted(where(answer) for answer in answers) == [P1, P1, P2, P2]
 
 
+def test_a_slow_device_is_expected_to_be_slow_before_anything_is_measured() -> None:
+    harness = Harness(stage_costs=(3.0,))
+    harness.add(P2, stage_costs=(1.0,))
+
+    assert where(harness.submit(1)) == P2
+
+
 def test_requests_are_spread_over_equal_pipelines() -> None:
     harness = Harness()
     harness.add(P2)

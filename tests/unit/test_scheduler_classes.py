@@ -225,7 +225,9 @@ class TestPreemption:
 class TestRows:
     def test_where_steps_are_rationed_classes_go_before_turns(self) -> None:
         """Three steps a second and two rows a batch: a round of nine takes longer than anybody's patience."""
-        scheduler = make_decoding(make_limits(num_slots=9), *make_sequences(LATENCY, *[THROUGHPUT] * 8))
+        urgent, *others = make_sequences(LATENCY, *[THROUGHPUT] * 8)
+        urgent.numeric = NumericClass.SOLO
+        scheduler = make_decoding(make_limits(num_slots=9), urgent, *others)
         scheduler.set_pace(Pace(2, steps_per_s=3.0))
         turns = [run_step(scheduler, 1.0 + number / 3, took_s=0.3) for number in range(24)]
 

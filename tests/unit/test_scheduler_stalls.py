@@ -16,7 +16,7 @@ from orchestrator.core.scheduler import Scheduler
 from orchestrator.core.sequence import Sequence
 from orchestrator.core.tenants import TenantLedger
 from shoal.types import NumericClass, QosClass
-from tests.support.builders import make_limits, make_sequence
+from tests.support.builders import know_times, make_decoding, make_limits, make_sequence
 from tests.support.model_stages import answer_of
 from tests.support.simulated_pipeline import SimulatedPipeline, StageSpeed
 
@@ -80,6 +80,20 @@ def test_running_streams_do_not_wait_for_a_long_prompt(
     during = [gap for one in streams for gap in pipeline.gaps(one.sequence_id, 8.0, prompt.first_token_at)]
     assert p99(during) <= 1.5 * p99(before)
     assert prompt.sequence_id in pipeline.finished_at
+
+
+def test_where_more_wait_for_their_first_token_than_get_further_ones_prompts_get_more_of_a_step() -> None:
+    def prompt_tokens(num_prompts: int) -> int:
+        rows = [make_sequence(key, inter_token_s=0.001, max_tokens=100) for key in (1, 2)]
+        scheduler = make_decoding(roomy(), *rows)
+        know_times(scheduler)
+        for key in range(num_prompts):
+            scheduler.submit(make_sequence(10 + key, num_prompt=200), 1.0)
+        batch = scheduler.schedule(1.0)
+        assert batch is not None
+        return sum(row.num_tokens for row in batch.rows[batch.num_decode_rows :])
+
+    assert prompt_tokens(1) == prompt_tokens(2) < prompt_tokens(4) < prompt_tokens(8) == prompt_tokens(12)
 
 
 def test_a_target_that_leaves_time_is_used_for_prompts_and_kept() -> None:

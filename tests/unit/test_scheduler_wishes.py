@@ -272,6 +272,13 @@ class TestPrediction:
         assert scheduler.predict(8, BALANCED, 0.0).queue_s == 1.0
         assert scheduler.predict(8, LATENCY, 0.0).queue_s == 0.0
 
+    def test_those_who_came_before_and_have_no_token_yet_will_share_the_steps(self) -> None:
+        scheduler = Scheduler(make_limits(num_slots=16))
+        know_times(scheduler)
+        for key in range(1, 8):
+            scheduler.submit(make_sequence(key, num_prompt=60), 0.0)
+        assert scheduler.predict(8, BALANCED, 0.0).inter_token_s == pytest.approx(0.02 + 8 * 0.005, rel=0.01)
+
     def test_spared_devices_take_longer(self) -> None:
         scheduler = make_decoding(make_limits(), *make_sequences(BALANCED))
         scheduler.set_pace(Pace(16, steps_per_s=2.0))

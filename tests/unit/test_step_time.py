@@ -24,6 +24,40 @@ def test_before_any_pass_one_row_is_expected_to_take_about_23_ms_on_any_number_o
         assert times.bottleneck_s(1) == pytest.approx(0.0235 / num_stages)
 
 
+def test_stages_are_expected_to_take_their_share_at_their_speed() -> None:
+    times = StepTimes(2, (0.25, 1.5))
+    assert times.latency_s(1) == pytest.approx(0.0235 * 1.75)
+    assert times.bottleneck_s(1) == pytest.approx(0.0235 * 1.5)
+
+
+def test_what_is_not_known_is_expected_to_be_as_slow_as_what_is() -> None:
+    known, unknown = StepTimes(1), StepTimes(1, (2.0,))
+    observe(known, [1, 4, 16, 64] * 5, base_s=0.188, token_s=0.047)
+    assert known.slowness == pytest.approx(10.0, rel=0.02)
+    assert unknown.slowness is None
+
+    unknown.expect(10.0)
+    unknown.expect(10.0)
+
+    assert unknown.latency_s(1) == pytest.approx(0.47)
+    unknown.check_invariants()
+
+
+def test_what_is_observed_is_not_changed_by_expectations() -> None:
+    times = StepTimes(1)
+    observe(times, [4], base_s=0.1, token_s=0.01)
+    before = times.latency_s(4)
+    times.expect(10.0)
+    assert times.latency_s(4) == before
+
+
+def test_an_answer_takes_as_long_as_steps_or_its_client_want() -> None:
+    prediction = Prediction(queue_s=1.0, prefill_s=2.0, inter_token_s=0.1)
+    assert prediction.answer_s(1, 0.5) == 3.0
+    assert prediction.answer_s(11, 0.0) == 4.0
+    assert prediction.answer_s(11, 0.5) == 8.0
+
+
 def test_a_few_passes_make_times_known() -> None:
     times = StepTimes(1)
     for _ in range(MIN_OBSERVATIONS):
