@@ -31,6 +31,14 @@ class ModelConfig:
     rms_epsilon: float
     is_head_tied: bool
 
+    @property
+    def attention_tokens(self) -> float:
+        """With so many tokens held, the attention of a token takes as many operations as the rest of a layer."""
+        heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        weights = self.hidden_size * (2 * heads + 2 * kv_heads + 3 * self.ffn_size)
+        # Scores and their sums: a multiplication for each of a token's heads and each token held, twice.
+        return weights / (2 * heads)
+
 
 @dataclass(frozen=True, slots=True)
 class TokenizerData:

@@ -158,6 +158,7 @@ class Bringup:
             burst_steps=self._config.burst_steps,
             mode=placement.mode,
             stage_costs=tuple(costs),
+            attention_tokens=self._manifest.config.attention_tokens,
         )
 
 

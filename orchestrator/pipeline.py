@@ -39,7 +39,7 @@ class StageMember:
 class _TimedStep:
     """A step under way, as it was sent. num_sampled: rows that get a token. is_decode: nothing but decode rows."""
 
-    num_tokens: int
+    work: float
     num_sampled: int
     is_decode: bool
     is_solo: bool
@@ -72,7 +72,7 @@ class Pipeline:
     def forward(self, batch: Batch, find: Callable[[BatchRow], AnswerSequence]) -> None:
         """Send a batch to the first stage; `find` gives the sequence of a row that starts one."""
         self._steps[batch.step] = _TimedStep(
-            num_tokens=batch.num_tokens,
+            work=batch.work(self.limits),
             num_sampled=sum(row.is_sampled for row in batch.rows),
             is_decode=not batch.has_chunk,
             is_solo=batch.is_solo,
@@ -97,13 +97,13 @@ class Pipeline:
         step = self._steps.get(result.step)
         if step is None:
             return None
-        num_tokens = _num_computed(step, len(result.tokens))
+        work = _work_done(step, len(result.tokens))
         if result.burst_steps == 0:
             del self._steps[result.step]
         stage_s = self._stage_times(result.stamps_ns, is_decode=step.is_decode)
-        if num_tokens == 0 or not stage_s:
+        if work == 0 or not stage_s:
             return None
-        return StepTiming(num_tokens, stage_s, step.is_solo)
+        return StepTiming(work, stage_s, step.is_solo)
 
     def forget(self, step: int) -> None:
         """Expect no timing of a step any more: it was lost."""
@@ -157,14 +157,14 @@ def _start_of(sequence: AnswerSequence) -> flow_pb2.SequenceStart:
     )
 
 
-def _num_computed(step: _TimedStep, num_drawn: int) -> int:
-    """Tokens that a pass with num_drawn results computed; 0 if there were none, or if that does not show.
+def _work_done(step: _TimedStep, num_drawn: int) -> float:
+    """The work of a pass with num_drawn results; 0 if there were none, or if that does not show.
 
     Rows of ended sequences are dropped on the way. A decode row that was not draws one token, in every pass of a burst.
     """
     if step.is_decode:
-        return num_drawn
-    return step.num_tokens if num_drawn == step.num_sampled else 0
+        return step.work * num_drawn / step.num_sampled
+    return step.work if num_drawn == step.num_sampled else 0.0
 
 
 def _median_ms(samples: deque[float]) -> float:

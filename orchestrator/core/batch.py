@@ -61,6 +61,10 @@ class Batch:
         """Decode steps that it counts for where steps are limited."""
         return -(-self.num_tokens // STEP_TOKENS) if self.has_chunk else 1
 
+    def work(self, limits: SchedulerLimits) -> float:
+        """What it costs, in tokens of slots that hold nothing; of the first step of a burst."""
+        return sum(limits.work_of(row.num_tokens, row.position) for row in self.rows)
+
 
 @dataclass(frozen=True, slots=True)
 class SampledId:
@@ -93,10 +97,11 @@ class InFlight:
     """
 
     def __init__(self, limits: SchedulerLimits, times: StepTimes) -> None:
+        self._limits = limits
         self._num_stages = limits.num_stages
         self._times = times
         self._batches: dict[int, Batch] = {}
-        self._num_tokens: dict[int, int] = {}
+        self._work: dict[int, float] = {}
         self._num_with_rows = 0
         self._last_at = float("-inf")
         self._last_steps = 0
@@ -122,7 +127,7 @@ class InFlight:
 
     def busy_s(self) -> float:
         """What all of them take at the slowest stage."""
-        return sum(map(self._times.bottleneck_s, self._num_tokens.values()))
+        return sum(map(self._times.bottleneck_s, self._work.values()))
 
     def next_at(self, pace: Pace) -> float:
         """When the pace allows the next one; in the past if it does already."""
@@ -133,17 +138,17 @@ class InFlight:
 
     def add(self, batch: Batch, now: float) -> None:
         self._batches[batch.step] = batch
-        self._num_tokens[batch.step] = batch.num_tokens
+        self._work[batch.step] = batch.work(self._limits)
         self._num_with_rows += batch.num_decode_rows > 0
         self._last_at, self._last_steps = now, batch.num_steps
 
     def close(self, batch: Batch) -> None:
-        del self._batches[batch.step], self._num_tokens[batch.step]
+        del self._batches[batch.step], self._work[batch.step]
         self._num_with_rows -= batch.num_decode_rows > 0
 
     def clear(self) -> None:
         self._batches.clear()
-        self._num_tokens.clear()
+        self._work.clear()
         self._num_with_rows = 0
 
     def sampled(self) -> list[RunId]:

@@ -29,6 +29,8 @@ GAP_SLACK = 1.25
 HELD_S = {QosClass.LATENCY: 0.0, QosClass.BALANCED: 0.1, QosClass.THROUGHPUT: 1.0}
 # Where more wait for their first token than get further ones, the former weigh more: up to this many times the gap.
 MAX_CROWD = 4.0
+# Kernels take one row as if it were two.
+LEAST_ROWS = 2
 # What a prompt gets on by at least, whatever the target: more would be a large part of a step of few rows.
 MIN_CHUNK_TOKENS = 2
 
@@ -102,6 +104,9 @@ class Decoding:
         self._parked: dict[RunId, Sequence] = {}
         self._park_ends: list[tuple[float, RunId]] = []
         self._replaying: set[RunId] = set()
+        # Tokens held by each, as of when it last became ready, and their sum.
+        self._held: dict[RunId, int] = {}
+        self._num_held = 0
         self._num_paced = 0
         # How many ask for which time between tokens.
         self._targets: dict[QosClass, dict[float, int]] = {qos: {} for qos in CLASSES}
@@ -132,6 +137,7 @@ class Decoding:
         """Take in a sequence whose prompt is computed; a batch still carries it."""
         assert sequence.run_id is not None, sequence.story()
         self._line_of(sequence).num_decoding += 1
+        self._note_held(sequence)
         self._num_paced += sequence.is_paced
         if sequence.num_to_replay:
             self._replaying.add(sequence.run_id)
@@ -143,6 +149,7 @@ class Decoding:
         assert sequence.run_id is not None, sequence.story()
         line = self._line_of(sequence)
         line.num_decoding -= 1
+        self._num_held -= self._held.pop(sequence.run_id)
         line.ready.pop(sequence.run_id, None)
         self._num_paced -= sequence.is_paced
         self._replaying.discard(sequence.run_id)
@@ -161,6 +168,7 @@ class Decoding:
     def put_back(self, sequence: Sequence, now: float) -> None:
         """Take back a sequence that no batch carries any more: it is ready, or parked until its next token is due."""
         assert sequence.run_id is not None, sequence.story()
+        self._note_held(sequence)
         if sequence.is_paced and not sequence.num_to_replay and sequence.next_token_at > now:
             self._parked[sequence.run_id] = sequence
             heapq.heappush(self._park_ends, (sequence.next_token_at, sequence.run_id))
@@ -201,10 +209,16 @@ class Decoding:
         return chosen
 
     def _most_shared_rows(self, moment: Moment) -> int:
-        """An even share for as many batches as there are stages, but none below min_rows."""
-        share = -(-_num_decoding(self._shared) // self._limits.num_stages)
         budget = self.chunk_tokens - (PREFILL_ROOM_TOKENS if moment.num_prompts else 0)
-        return min(self.max_rows, max(self._limits.min_rows, share), budget)
+        return min(self._even_rows(_num_decoding(self._shared)), budget)
+
+    def _even_rows(self, num_shared: int) -> int:
+        """The rows of a batch if so many sequences decode: few small ones where large ones would leave stages idle."""
+        share = -(-num_shared // self._limits.num_stages)
+        num_rows = max(self._limits.min_rows, share)
+        if -(-num_shared // num_rows) < self._limits.num_stages:
+            num_rows = max(share, LEAST_ROWS)
+        return min(num_rows, self.max_rows)
 
     def _joinable_rows(self, qos: QosClass, moment: Moment) -> int:
         """Up to how many rows a batch may have with one of this class among them, for the sake of higher ones."""
@@ -217,12 +231,12 @@ class Decoding:
             return most
         budget_s = max(target_s, GAP_SLACK * self.gap_s(higher))
         left_s = budget_s - moment.busy_s - self._solo_part_s(higher)
-        return min(most, self._times.tokens_within(budget_s, left_s))
+        return min(most, int(self._times.work_within(budget_s, left_s) / self._row_work))
 
-    def prompt_room(self, num_rows: int, moment: Moment) -> int:
-        """How many prompt tokens may join num_rows decode rows, so that no running stream is stalled.
+    def prompt_room(self, num_rows: int, position: int, moment: Moment) -> int:
+        """How many prompt tokens, the first of them at `position`, may join num_rows decode rows; 0: they go without any.
 
-        Prompts always get on: if nothing else, with one small chunk at a time.
+        No running stream is to be stalled, and prompts always get on: if nothing else, with one small chunk at a time.
         """
         room = self.chunk_tokens - num_rows
         if self.pace.steps_per_s and self.num_decoding:
@@ -231,19 +245,70 @@ class Decoding:
         target_s = self._strictest_s(CLASSES)
         if target_s is None:
             return room
-        if num_rows == 0 and moment.num_soon_back >= self._limits.num_stages:
-            # No stage is idle: to join the rows that come back next costs less than a pass of its own.
-            return 0
         batches, solo_s = self._batches_of_round(num_rows, moment), self._solo_part_s(CLASSES)
         crowd = min(max(moment.num_prompts / max(self.num_decoding, 1), 1.0), MAX_CROWD)
         budget_s = crowd * max(target_s, GAP_SLACK * self._round_s(batches, solo_s))
-        # Each batch of a round may have its chunk, and the whole round has to stay within the budget.
-        share_s = (budget_s - solo_s) / max(batches.total(), 1)
-        num_tokens = self._times.tokens_within(budget_s, min(share_s, budget_s - moment.busy_s)) - num_rows
-        can_wait = moment.has_chunk_in_flight or (num_rows == 0 and len(moment.rows_in_flight) > 0)
+        is_apart = self._is_apart(batches, position, budget_s, budget_s - solo_s)
+        if num_rows == 0 and not moment.num_soon_back == len(moment.rows_in_flight) > 0:
+            # There is nothing to join, or not before a burst ends.
+            is_apart = True
+        if is_apart == (num_rows > 0):
+            return 0
+        if is_apart:
+            # Chunks that are under way already are part of the round, too.
+            in_flight_s = moment.busy_s - self._rows_s(Counter(moment.rows_in_flight))
+            num_tokens = self._tokens_apart(batches, position, budget_s, budget_s - solo_s - in_flight_s)
+        else:
+            left_s = min((budget_s - solo_s) / max(batches.total(), 1), budget_s - moment.busy_s)
+            num_tokens = self._tokens_beside(num_rows, position, budget_s, left_s)
         if num_tokens < MIN_CHUNK_TOKENS:
-            return 0 if can_wait else MIN_CHUNK_TOKENS
+            return 0 if moment.has_chunk_in_flight else MIN_CHUNK_TOKENS
         return min(room, num_tokens)
+
+    def _is_apart(self, batches: Counter[int], position: int, budget_s: float, round_s: float) -> bool:
+        """Whether prompts get on better in passes of their own than beside rows.
+
+        Beside rows they lengthen the way of these through all stages; apart, a stage works on others meanwhile.
+        """
+        if self._limits.num_stages == 1 or not batches:
+            return False
+        most, rows_s = max(batches), self._rows_s(batches)
+        beside = self._tokens_beside(most, position, budget_s, round_s / batches.total()) * batches.total()
+        apart = self._tokens_apart(batches, position, budget_s, round_s)
+        if max(beside, apart) >= MIN_CHUNK_TOKENS:
+            return apart > beside
+        times, chunk = self._times, self._limits.work_of(MIN_CHUNK_TOKENS, position)
+        row_s, joined = times.bottleneck_s(self.work_of_rows(most)), self.work_of_rows(most) + chunk
+        beside_s = max(rows_s - row_s + times.bottleneck_s(joined), times.latency_s(joined))
+        apart_s = max(rows_s + times.bottleneck_s(chunk), times.latency_s(chunk))
+        return apart_s < beside_s
+
+    def _tokens_beside(self, num_rows: int, position: int, latency_s: float, left_s: float) -> int:
+        """Prompt tokens for a batch with rows, which takes at most latency_s in all and at each stage at most left_s."""
+        work = self._times.work_within(latency_s, left_s) - self.work_of_rows(num_rows)
+        return self._limits.tokens_of(work, position)
+
+    def _tokens_apart(self, batches: Counter[int], position: int, budget_s: float, round_s: float) -> int:
+        """Prompt tokens for a pass beside such batches, which take their part of round_s at each stage."""
+        # Rows that come right behind it wait at each stage until it has left.
+        work = self._times.work_within(budget_s, round_s - self._rows_s(batches))
+        return self._limits.tokens_of(work, position)
+
+    def _rows_s(self, batches: Mapping[int, int]) -> float:
+        """What batches of so many rows take one after the other at the slowest stage."""
+        return sum(count * self._times.bottleneck_s(self.work_of_rows(rows)) for rows, count in batches.items())
+
+    def pass_s(self, num_rows: int) -> float:
+        """What so many decode rows take from entering the first stage to leaving the last."""
+        return self._times.latency_s(self.work_of_rows(num_rows))
+
+    def work_of_rows(self, num_rows: float) -> float:
+        """What so many decode rows cost, as far as their slots are filled now."""
+        return num_rows * self._row_work
+
+    @property
+    def _row_work(self) -> float:
+        return self._limits.work_of(1, self._num_held / self.num_decoding) if self._held else 1.0
 
     def _batches_of_round(self, num_rows: int, moment: Moment) -> Counter[int]:
         """How many batches have how many rows until all that decode have had their turn, with those in flight."""
@@ -251,7 +316,7 @@ class Decoding:
         batches = Counter((*moment.rows_in_flight, num_rows, num_ready % self.max_rows))
         batches[self.max_rows] += num_ready // self.max_rows
         del batches[0]
-        return batches
+        return +batches
 
     def gap_s(self, classes: Iterable[QosClass] = CLASSES, num_more: int = 0) -> float:
         """Predict the time between two tokens of each stream if the decoding of these classes, and num_more, are alone."""
@@ -260,9 +325,8 @@ class Decoding:
 
     def _round_s(self, batches: Mapping[int, int], solo_s: float) -> float:
         """The time of a round: so many batches with so many rows, and SOLO rows beside them."""
-        round_s = sum(count * self._times.bottleneck_s(num_rows) for num_rows, count in batches.items())
-        passes_s = [self._times.latency_s(num_rows) for num_rows, count in batches.items() if count]
-        return max([round_s + solo_s, self._times.solo_s() if solo_s else 0.0, *passes_s])
+        passes_s = [self.pass_s(num_rows) for num_rows, count in batches.items() if count]
+        return max([self._rows_s(batches) + solo_s, self._times.solo_s() if solo_s else 0.0, *passes_s])
 
     def rows_per_batch(self) -> int:
         return self._round(_num_decoding(self._shared))[0]
@@ -271,8 +335,7 @@ class Decoding:
         """The rows of a batch, and the batches until each of num_shared rows has had its turn."""
         if num_shared == 0:
             return 0, 0
-        share = -(-num_shared // self._limits.num_stages)
-        num_rows = min(self.max_rows, max(self._limits.min_rows, share), num_shared)
+        num_rows = min(self._even_rows(num_shared), num_shared)
         return num_rows, -(-num_shared // num_rows)
 
     def _strictest_s(self, classes: Iterable[QosClass]) -> float | None:
@@ -284,6 +347,12 @@ class Decoding:
     def _solo_part_s(self, classes: Iterable[QosClass]) -> float:
         """What SOLO rows take of a round; stages work on several at once."""
         return _num_decoding(self._solo, classes) * self._times.solo_s() / self._limits.num_stages
+
+    def _note_held(self, sequence: Sequence) -> None:
+        assert sequence.run_id is not None, sequence.story()
+        num_held = len(sequence.prompt_token_ids) + len(sequence.output_token_ids) - sequence.num_to_replay
+        self._num_held += num_held - self._held.get(sequence.run_id, 0)
+        self._held[sequence.run_id] = num_held
 
     def _line_of(self, sequence: Sequence) -> _Line:
         return self._lines[sequence.numeric, sequence.qos]
@@ -329,6 +398,8 @@ class Decoding:
             numbers = [one.number for one in line.ready.values()]
             assert numbers == sorted(numbers)
             assert line.num_decoding == sum(one.numeric is numeric and one.qos is qos for one in decoding)
+        assert set(self._held) == {one.run_id for one in decoding}
+        assert self._num_held == sum(self._held.values())
         for qos, counts in self._targets.items():
             targets = [one.targets.inter_token_s for one in decoding if one.qos is qos]
             assert counts == {one: targets.count(one) for one in targets if one is not None}

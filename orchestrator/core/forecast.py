@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from orchestrator.core.admission import MAX_RETRY_AFTER_S, MIN_RETRY_AFTER_S, Admission
 from orchestrator.core.decoding import MIN_CHUNK_TOKENS, Decoding, Moment
-from orchestrator.core.limits import STEP_TOKENS
+from orchestrator.core.limits import STEP_TOKENS, SchedulerLimits
 from orchestrator.core.sequence import Sequence
 from orchestrator.core.step_time import Prediction, StepTimes
 from shoal.errors import DeadlineUnmeetable
@@ -18,16 +18,22 @@ from shoal.types import QosClass
 class Forecast:
     """Reads what the scheduler's parts know."""
 
-    def __init__(self, times: StepTimes, admission: Admission, decoding: Decoding) -> None:
+    def __init__(self, limits: SchedulerLimits, times: StepTimes, admission: Admission, decoding: Decoding) -> None:
+        self._limits = limits
         self._times = times
         self._admission = admission
         self._decoding = decoding
 
     def predict(self, num_prompt: int, qos: QosClass, moment: Moment) -> Prediction:
         """Assume that things go on as they are: the same rows, the same chunks, ends as often as before."""
-        num_rows = self._decoding.rows_per_batch()
-        num_tokens = max(self._decoding.prompt_room(num_rows, moment), MIN_CHUNK_TOKENS)
-        token_s = self._times.bottleneck_s(num_rows + num_tokens) / num_tokens
+        num_rows, middle = self._decoding.rows_per_batch(), num_prompt // 2
+        num_tokens = max(
+            self._decoding.prompt_room(num_rows, middle, moment),
+            self._decoding.prompt_room(0, middle, moment),
+            MIN_CHUNK_TOKENS,
+        )
+        rows = self._decoding.work_of_rows(num_rows)
+        token_s = self._times.bottleneck_s(rows + self._limits.work_of(num_tokens, middle)) / num_tokens
         inter_token_s = self._decoding.gap_s(num_more=1 + moment.num_prompts)
         steps_per_s = self._decoding.pace.steps_per_s
         if steps_per_s:
@@ -37,7 +43,7 @@ class Forecast:
         first_chunk = min(num_prompt, num_tokens)
         return Prediction(
             queue_s=ahead * token_s + self._admission.slot_wait_s(qos, moment.now),
-            prefill_s=(num_prompt - first_chunk) * token_s + self._times.latency_s(num_rows + first_chunk),
+            prefill_s=(num_prompt - first_chunk) * token_s + self._times.latency_s(rows + first_chunk),
             inter_token_s=inter_token_s,
         )
 

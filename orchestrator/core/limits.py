@@ -17,6 +17,9 @@ from shoal.types import DeviceMode
 PREFILL_ROOM_TOKENS = 4
 # Prompt tokens that warm a device about as much as a decode step of a full batch.
 STEP_TOKENS = 8
+# Reading what a slot holds costs a pass as much as the attention of so many tokens. Source: the default model, chunks of 2
+# to 64 tokens at 1,800 tokens held.
+KV_READ_TOKENS = 6
 # All tenants together: with prompts of the usual length that is some 100 MB of waiting requests.
 MAX_WAITING_TOTAL = 20_000
 
@@ -27,8 +30,9 @@ class SchedulerLimits:
 
     kv_tokens: for all slots together. max_batch: decode rows of a batch. chunk_tokens: tokens of a batch. max_waiting:
     requests of one tenant. burst_steps: decode steps of one grant, the first included. min_rows: batches are not made
-    smaller than this for the sake of having more of them. mode: whom the pipeline is for. stage_costs: what each stage
-    is expected to take before it is measured, 1 being the whole model at speed 1; empty: equal parts.
+    smaller than this unless stages would be idle. mode: whom the pipeline is for. stage_costs: what each stage is expected
+    to take before it is measured, 1 being the whole model at speed 1; empty: equal parts. attention_tokens: with so many
+    tokens held, the attention of a token costs as much as all else of it; 0: attention is not counted.
     """
 
     num_stages: int
@@ -42,6 +46,7 @@ class SchedulerLimits:
     min_rows: int = 4
     mode: DeviceMode = DeviceMode.MIXED
     stage_costs: tuple[float, ...] = ()
+    attention_tokens: float = 0.0
 
     def __post_init__(self) -> None:
         checks = (
@@ -59,6 +64,19 @@ class SchedulerLimits:
         for name, value, minimum in checks:
             if value < minimum:
                 raise ConfigError(f"{name} is {value}; it must be at least {minimum}", field=name)
+
+    def work_of(self, num_tokens: float, position: float) -> float:
+        """What tokens at a position cost, in tokens of a slot that holds nothing yet."""
+        if not self.attention_tokens:
+            return num_tokens
+        return num_tokens + (num_tokens + KV_READ_TOKENS) * position / self.attention_tokens
+
+    def tokens_of(self, work: float, position: float) -> int:
+        """How many tokens at a position cost no more than that."""
+        if not self.attention_tokens:
+            return max(int(work), 0)
+        share = position / self.attention_tokens
+        return max(int((work - KV_READ_TOKENS * share) / (1 + share)), 0)
 
     @property
     def sequence_tokens(self) -> int:

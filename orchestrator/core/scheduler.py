@@ -62,7 +62,7 @@ class Scheduler:
         self.times = StepTimes(limits.num_stages, limits.stage_costs)
         self._admission = Admission(limits, TenantLedger() if ledger is None else ledger)
         self._decoding = Decoding(limits, self.times)
-        self._forecast = Forecast(self.times, self._admission, self._decoding)
+        self._forecast = Forecast(limits, self.times, self._admission, self._decoding)
         self._sequences: dict[SequenceId, Sequence] = {}
         # In order of admission.
         self._runs: dict[RunId, Sequence] = {}
@@ -181,7 +181,7 @@ class Scheduler:
 
     def observe(self, timing: StepTiming) -> None:
         """Learn how long steps take."""
-        self.times.observe(timing.stage_s, timing.num_tokens, timing.is_solo)
+        self.times.observe(timing.stage_s, timing.work, timing.is_solo)
 
     def set_pace(self, pace: Pace) -> None:
         """Spare the devices from the next batch on, or no longer."""
@@ -294,7 +294,8 @@ class Scheduler:
         if self.num_running <= FEW_SEQUENCES:
             most = self.limits.burst_steps
             if self.times.is_known:
-                most = min(most, max(int(MAX_BURST_S / self.times.latency_s(len(decoding))), SHORT_BURST_STEPS))
+                num_steps = int(MAX_BURST_S / self._decoding.pass_s(len(decoding)))
+                most = min(most, max(num_steps, SHORT_BURST_STEPS))
         return min(most, self.limits.burst_steps, *(sequence.num_output_left for sequence in decoding)) - 1
 
     def _take_chunks(self, num_rows: int, moment: Moment) -> list[BatchRow]:
@@ -302,14 +303,16 @@ class Scheduler:
         rows: list[BatchRow] = []
         if not (self._admission.num_prompt_left or self.num_waiting):
             return rows
-        room = self._decoding.prompt_room(num_rows, moment)
+        in_turn = self._admission.prompts_in_turn()
+        room = self._decoding.prompt_room(num_rows, in_turn[0][1].num_dispatched, moment)
         while room > 0 and (found := self._next_chunk(room, not rows, moment)) is not None:
             sequence, num_tokens = found
             rows.append(self._take_chunk(sequence, num_tokens, moment.now))
             room -= num_tokens
             if sequence.num_prompt_left:
                 break
-        return rows
+        # Without those whose slot was taken for a later one.
+        return [row for row in rows if row.run_id in self._runs]
 
     def _next_chunk(self, room: int, is_first: bool, moment: Moment) -> tuple[Sequence, int] | None:
         """Find whose prompt is next and how much of it. Who finds no slot keeps its turn, and all lower ones wait."""

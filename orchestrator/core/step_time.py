@@ -1,7 +1,8 @@
-"""How long a forward pass takes as a function of its tokens, learned from the steps that come back.
+"""How long a forward pass takes as a function of its work, learned from the steps that come back.
 
-A line for each stage, fitted with exponential forgetting so that a device that warms up is followed. It knows neither rows
-nor policy: the scheduler asks it what a batch would take and how many tokens a time allows.
+Work is counted in tokens of slots that hold nothing: see SchedulerLimits.work_of. A line for each stage, fitted with
+exponential forgetting so that a device that warms up is followed. It knows neither rows nor policy: the scheduler asks it
+what a batch would take and how much work a time allows.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 # Before anything was measured: one row takes 23.5 ms and each further token 4.7 ms. Source: the default model on one thread
-# of the development machine; the ratio of the two holds for other speeds of the same kind of device.
+# of a server processor (AMD EPYC); the ratio of the two holds for other speeds of the same kind of device.
 PRIOR_TOKEN_S = 0.0047
 PRIOR_BASE_TOKENS = 4.0
 # Share of its weight that an observation keeps with each newer one: half of all weight lies on the last 23 steps.
@@ -25,9 +26,9 @@ MIN_OBSERVATIONS = 3
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """A pass that came back: its tokens, and what each stage took for them."""
+    """A pass that came back: its work, and what each stage took for it."""
 
-    num_tokens: int
+    work: float
     stage_s: tuple[float, ...]
     is_solo: bool
 
@@ -50,7 +51,7 @@ class Prediction:
 
 
 class _Line:
-    """base_s + token_s * tokens, by least squares over weighted sums."""
+    """base_s + token_s * work, by least squares over weighted sums."""
 
     __slots__ = ("_weight", "_x", "_xx", "_xy", "_y", "base_s", "token_s")
 
@@ -59,18 +60,18 @@ class _Line:
         self.token_s = token_s
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
-    def at(self, num_tokens: float) -> float:
-        return self.base_s + self.token_s * num_tokens
+    def at(self, work: float) -> float:
+        return self.base_s + self.token_s * work
 
-    def observe(self, num_tokens: int, seconds: float) -> None:
+    def observe(self, work: float, seconds: float) -> None:
         if self._weight >= MIN_OBSERVATIONS - 1:
-            expected = self.at(num_tokens)
+            expected = self.at(work)
             seconds = min(max(seconds, expected / MAX_SURPRISE), expected * MAX_SURPRISE)
         self._weight = self._weight * KEEP + 1.0
-        self._x = self._x * KEEP + num_tokens
+        self._x = self._x * KEEP + work
         self._y = self._y * KEEP + seconds
-        self._xx = self._xx * KEEP + num_tokens * num_tokens
-        self._xy = self._xy * KEEP + num_tokens * seconds
+        self._xx = self._xx * KEEP + work * work
+        self._xy = self._xy * KEEP + work * seconds
         self._fit()
 
     def _fit(self) -> None:
@@ -118,36 +119,36 @@ class StepTimes:
         self._stages = [_Line(line.base_s * factor, line.token_s * factor) for line in self._stages]
         self._base_s, self._token_s = self._base_s * factor, self._token_s * factor
 
-    def observe(self, stage_s: Sequence[float], num_tokens: int, is_solo: bool) -> None:
-        """Learn from a pass. One with times of another number of stages, or without tokens, says nothing."""
-        if len(stage_s) != len(self._stages) or num_tokens < 1 or min(stage_s) <= 0:
+    def observe(self, stage_s: Sequence[float], work: float, is_solo: bool) -> None:
+        """Learn from a pass. One with times of another number of stages, or without work, says nothing."""
+        if len(stage_s) != len(self._stages) or work <= 0 or min(stage_s) <= 0:
             return
         if is_solo:
             self._observe_solo(sum(stage_s))
             return
         self._num_observed += 1
         for line, seconds in zip(self._stages, stage_s, strict=True):
-            line.observe(num_tokens, seconds)
+            line.observe(work, seconds)
         self._base_s = sum(line.base_s for line in self._stages)
         self._token_s = sum(line.token_s for line in self._stages)
 
-    def latency_s(self, num_tokens: float) -> float:
+    def latency_s(self, work: float) -> float:
         """From entering the first stage to leaving the last."""
-        return self._base_s + self._token_s * num_tokens
+        return self._base_s + self._token_s * work
 
-    def bottleneck_s(self, num_tokens: float) -> float:
+    def bottleneck_s(self, work: float) -> float:
         """What the slowest stage takes: batches that follow each other closely are this far apart."""
-        return max(line.at(num_tokens) for line in self._stages)
+        return max(line.at(work) for line in self._stages)
 
     def solo_s(self) -> float:
         return self.latency_s(1) if self._solo_s is None else self._solo_s
 
-    def tokens_within(self, latency_s: float, bottleneck_s: float) -> int:
-        """The most tokens of a batch that takes at most latency_s in all, and at each stage at most bottleneck_s."""
+    def work_within(self, latency_s: float, bottleneck_s: float) -> float:
+        """The most work of a batch that takes at most latency_s in all, and at each stage at most bottleneck_s."""
         most = (latency_s - self._base_s) / self._token_s
         for line in self._stages:
             most = min(most, (bottleneck_s - line.base_s) / line.token_s)
-        return max(int(most), 0)
+        return max(most, 0.0)
 
     def _observe_solo(self, seconds: float) -> None:
         if self._solo_s is None:

@@ -28,6 +28,8 @@ SLOW = replace(BOX, name="slow", speed=0.4, poll_ms=0.0, is_emulated=True)
 KEPT = replace(SLOW, name="kept", mode=DeviceMode.LATENCY)
 P99 = 99
 SHORT_PROMPT = 32
+# No device of this speed is as fast: streams that ask for this are to lose as little as possible.
+UNATTAINABLE_MS = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,23 +56,30 @@ def _slow_stages(bench: Bench, name: str, speed: float = SLOW.speed) -> Abstract
 
 
 def stall(bench: Bench) -> list[Figure]:
-    """Gaps of running streams while a long prompt arrives, against those before and after it."""
+    """Gaps of running streams while a long prompt arrives, against those before and after it.
+
+    The streams ask for the least gap there is. With the target of their class gaps may grow to it: that run is in the note.
+    """
     sizes = QUICK if bench.is_quick else Sizes()
     with _slow_stages(bench, "stall", 0.5) as system:
-        pairs = PairSet(tuple(system.run(_stall_round(bench, system, sizes)) for _ in range(sizes.rounds)))
+        rounds = [system.run(_stall_round(bench, system, sizes, UNATTAINABLE_MS)) for _ in range(sizes.rounds)]
+        usual = system.run(_stall_round(bench, system, sizes, None))
+    pairs = PairSet(tuple(rounds))
     prefill_s = pairs.typical(lambda pair: pair.candidate.details["prefill_s"])
     note = (
-        f"{sizes.running} streams; p99 gap {1e3 * pairs.typical(lambda pair: pair.baseline):.0f} ms without; the prompt of "
-        f"{sizes.long_prompt} tokens took {prefill_s:.0f} s; {_busy(pairs)}"
+        f"{sizes.running} streams that ask for {UNATTAINABLE_MS:.0f} ms; p99 gap "
+        f"{1e3 * pairs.typical(lambda pair: pair.baseline):.0f} ms without; the prompt of {sizes.long_prompt} tokens took "
+        f"{prefill_s:.0f} s; with the class's target of 100 ms: p99 gap {1e3 * usual.candidate.value:.0f} ms, "
+        f"{usual.candidate.details['prefill_s']:.0f} s; {_busy(pairs)}"
     )
     return [from_pairs("stall", pairs, lambda pair: pair.ratio, note)]
 
 
-async def _stall_round(bench: Bench, system: System, sizes: Sizes) -> Pair:
+async def _stall_round(bench: Bench, system: System, sizes: Sizes, target_ms: float | None) -> Pair:
     prompts = decode_prompts(bench, sizes.running, sizes.batch_prompt)
     token_at: list[list[float]] = [[] for _ in prompts]
     streams = [
-        asyncio.create_task(system.read(prompt, 1200, QosClass.BALANCED, times))
+        asyncio.create_task(system.read(prompt, 1600, QosClass.BALANCED, times, inter_token_target_ms=target_ms))
         for prompt, times in zip(prompts, token_at, strict=True)
     ]
     try:

@@ -103,9 +103,13 @@ class System:
         answer = await self.read(prompt, max_tokens, qos, token_at)
         return StreamTimes(sent_at, tuple(token_at), answer.ttft_ms)
 
-    async def read(self, prompt: Sequence[int], max_tokens: int, qos: QosClass, token_at: list[float]) -> Generation:
+    async def read(
+        self, prompt: Sequence[int], max_tokens: int, qos: QosClass, token_at: list[float], **options: Any
+    ) -> Generation:
         """Read a greedy answer of exactly max_tokens; token_at grows by the time of each of its tokens."""
-        stream = self._client.stream(prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True, qos_class=qos)
+        stream = self._client.stream(
+            prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True, qos_class=qos, **options
+        )
         async for delta in stream:
             token_at.extend([time.perf_counter()] * len(delta.token_ids))
         return stream.result

@@ -1,4 +1,4 @@
-"""A scheduler with a pipeline in virtual time: stages whose passes take a time that is linear in their tokens.
+"""A scheduler with a pipeline in virtual time: stages whose passes take a time that is linear in their work.
 
 Everything happens in order of (time, number); nothing waits and nothing is random. What clients would see is in `tokens`.
 """
@@ -24,8 +24,8 @@ class StageSpeed:
     base_s: float
     token_s: float
 
-    def seconds(self, num_tokens: int) -> float:
-        return self.base_s + self.token_s * num_tokens
+    def seconds(self, work: float) -> float:
+        return self.base_s + self.token_s * work
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +80,18 @@ class SimulatedPipeline:
         while (batch := self.scheduler.schedule(self.now)) is not None:
             self._stages.cancel(self.scheduler.take_ended())
             self.batches.append((self.now, batch))
-            self._pass(batch, self._stages.run(batch), batch.num_tokens, batch.burst_steps)
+            self._pass(batch, self._stages.run(batch), batch.work(self.scheduler.limits), batch.burst_steps)
         wake_at = self.scheduler.wake_at(self.now)
         if wake_at is not None:
             self.at(wake_at, lambda: None)
 
-    def _pass(self, batch: Batch, drawn: Seq[SampledId], num_tokens: int, burst_left: int) -> None:
+    def _pass(self, batch: Batch, drawn: Seq[SampledId], work: float, burst_left: int) -> None:
         """Send a step through all stages, each of which takes one after the other."""
         done_at, stage_s = self.now, []
         for stage, speed in enumerate(self.speeds):
-            stage_s.append(speed.seconds(num_tokens))
+            stage_s.append(speed.seconds(work))
             done_at = self._free_at[stage] = max(done_at, self._free_at[stage]) + stage_s[-1]
-        timing = StepTiming(num_tokens, tuple(stage_s), batch.is_solo)
+        timing = StepTiming(work, tuple(stage_s), batch.is_solo)
         self.at(done_at, lambda: self._report(batch, drawn, timing, burst_left))
 
     def _report(self, batch: Batch, drawn: Seq[SampledId], timing: StepTiming, burst_left: int) -> None:
@@ -105,7 +105,8 @@ class SimulatedPipeline:
                 self.finished_at[emitted.sequence_id] = self.now
         self._stages.cancel(self.scheduler.take_ended())
         if going_on:
-            self._pass(batch, going_on, len(going_on), burst_left - 1)
+            work = batch.work(self.scheduler.limits) * len(going_on) / len(batch.rows)
+            self._pass(batch, going_on, work, burst_left - 1)
 
     def gaps(self, sequence_id: SequenceId, since: float = 0.0, until: float = float("inf")) -> list[float]:
         """Times between two tokens of an answer that both came in this time."""

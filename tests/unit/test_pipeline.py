@@ -82,7 +82,7 @@ def test_a_prefill_chunk_counts_with_all_its_tokens() -> None:
     timing = pipeline.observe(make_result(1, 2))
 
     assert timing is not None
-    assert timing.num_tokens == 17
+    assert timing.work == 17
 
 
 def test_a_chunk_that_samples_nothing_is_timed_too() -> None:
@@ -92,7 +92,7 @@ def test_a_chunk_that_samples_nothing_is_timed_too() -> None:
     timing = pipeline.observe(make_result())
 
     assert timing is not None
-    assert timing.num_tokens == 32
+    assert timing.work == 32
 
 
 def test_a_solo_step_is_told_from_others() -> None:
@@ -112,7 +112,7 @@ def test_each_step_of_a_burst_is_timed_with_the_rows_it_still_had() -> None:
         pipeline.observe(make_result(2, burst_steps=0)),
     ]
 
-    assert [timing.num_tokens for timing in timings if timing is not None] == [2, 1, 1]
+    assert [timing.work for timing in timings if timing is not None] == [2, 1, 1]
 
 
 def test_a_step_that_is_over_is_not_known_any_more() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from orchestrator.core.batch import Batch, BatchRow, Emitted, EndedSequence, SampledId
-from orchestrator.core.limits import SchedulerLimits
+from orchestrator.core.limits import KV_READ_TOKENS, SchedulerLimits
 from orchestrator.core.scheduler import SHORT_BURST_STEPS, Scheduler
 from orchestrator.core.sequence import RunId, Sequence, SequenceState
 from shoal.errors import ContextExceeded, Overloaded
@@ -192,6 +194,28 @@ class TestPrefill:
         scheduler.check_invariants()
 
 
+class TestWork:
+    def test_tokens_far_into_a_slot_cost_more(self) -> None:
+        limits = replace(make_limits(), attention_tokens=3000.0)
+        assert limits.work_of(4, 0) == 4
+        assert limits.work_of(4, 1500) == 4 + (4 + KV_READ_TOKENS) / 2
+        assert make_limits().work_of(4, 1500) == 4
+
+    @pytest.mark.parametrize("position", [0, 100, 3000])
+    @pytest.mark.parametrize("attention_tokens", [0.0, 3000.0])
+    def test_as_many_tokens_fit_as_cost_no_more(self, position: int, attention_tokens: float) -> None:
+        limits = replace(make_limits(), attention_tokens=attention_tokens)
+        num_tokens = limits.tokens_of(20.5, position)
+        assert limits.work_of(num_tokens, position) <= 20.5 < limits.work_of(num_tokens + 1, position)
+        assert limits.tokens_of(0.5, position) == 0
+
+    def test_a_batch_costs_what_its_rows_do(self) -> None:
+        limits = replace(make_limits(), attention_tokens=3000.0)
+        old = BatchRow(RunId(1), SlotId(0), 1500, 1, (TOKEN_ID,), True, False)
+        new = BatchRow(RunId(2), SlotId(1), 0, 8, (TOKEN_ID,) * 8, False, True)
+        assert Batch(1, (old, new), 0, False, 1).work(limits) == limits.work_of(1, 1500) + 8
+
+
 class TestDecode:
     def test_decode_rows_come_before_chunks_and_share_their_budget(self) -> None:
         scheduler = decoding(make_limits(), SHARED, SHARED)
@@ -210,8 +234,14 @@ class TestDecode:
         assert [len(batch.rows) for batch in schedule_all(scheduler)] == [8, 8]
 
     def test_batches_are_not_made_smaller_than_min_rows(self) -> None:
-        scheduler = decoding(make_limits(num_stages=3), *[SHARED] * 6)
+        scheduler = decoding(make_limits(num_stages=2), *[SHARED] * 6)
         assert [len(batch.rows) for batch in schedule_all(scheduler)] == [4, 2]
+
+    def test_batches_are_smaller_where_stages_would_be_idle_but_not_of_one_row_for_it(self) -> None:
+        scheduler = decoding(make_limits(num_stages=3), *[SHARED] * 6)
+        assert [len(batch.rows) for batch in schedule_all(scheduler)] == [2, 2, 2]
+        scheduler = decoding(make_limits(num_stages=3), *[SHARED] * 3)
+        assert [len(batch.rows) for batch in schedule_all(scheduler)] == [2, 1]
 
     def test_a_batch_has_at_most_max_batch_decode_rows(self) -> None:
         scheduler = decoding(make_limits(max_batch=3), *[SHARED] * 8)

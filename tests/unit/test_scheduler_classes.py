@@ -201,6 +201,17 @@ class TestPreemption:
         assert (sequences_in(scheduler, batch), batch.num_decode_rows) == ([2], 0)
         assert batch.rows[0].slot == 0
 
+    def test_a_prompt_whose_slot_is_taken_is_not_in_the_batch_that_takes_it(self) -> None:
+        """Its class had its turn, so its last chunk was in the batch before the higher class came to its own turn."""
+        scheduler = Scheduler(make_limits(num_slots=1, chunk_tokens=8))
+        scheduler.submit(make_sequence(1, num_prompt=14, qos=THROUGHPUT), 0.0)
+        run_step(scheduler, 0.0)
+        scheduler.submit(make_sequence(2, num_prompt=2, qos=LATENCY, arrived_at=11.0), 11.0)
+        batch = scheduler.schedule(11.0)
+        assert batch is not None
+        assert [row.num_tokens for row in batch.rows] == [2]
+        assert [ended.run_id for ended in scheduler.take_ended()] == [1]
+
     def test_who_is_due_and_finds_no_room_is_overtaken_only_while_somebody_could_be_preempted(self) -> None:
         low, large = make_sequence(1, max_tokens=8, qos=BALANCED), make_sequence(2, num_prompt=100, qos=THROUGHPUT)
         scheduler = make_decoding(make_limits(kv_tokens=128), low, make_sequence(3, max_tokens=8, qos=LATENCY))
@@ -229,8 +240,9 @@ class TestRows:
         urgent.numeric = NumericClass.SOLO
         scheduler = make_decoding(make_limits(num_slots=9), urgent, *others)
         scheduler.set_pace(Pace(2, steps_per_s=3.0))
-        turns = [run_step(scheduler, 1.0 + number / 3, took_s=0.3) for number in range(24)]
+        turns = [run_step(scheduler, 1.0 + number * 0.34, took_s=0.3) for number in range(24)]
 
+        assert all(turns), "a step was left out"
         assert sum(1 in turn for turn in turns) >= 12
         served = {one for turn in turns for one in turn}
         assert served == set(range(1, 10)), "somebody starves"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -111,6 +112,38 @@ def test_a_target_that_leaves_time_is_used_for_prompts_and_kept() -> None:
     assert p99(during) <= 0.15
     # Alone it takes 1,800 x 4.7 ms and the base of 29 passes, 9 s in all.
     assert prompt.first_token_at - 4.0 < 1.5 * 9.0
+
+
+@pytest.mark.parametrize(("num_stages", "num_streams"), [(1, 2), (2, 1), (2, 4), (2, 8), (3, 2)])
+def test_a_target_is_kept_however_long_the_prompt_where_attention_costs_what_it_does(
+    num_stages: int, num_streams: int
+) -> None:
+    """At the end of the prompt two tokens of it cost as much as eight at its start."""
+    limits = replace(roomy(num_stages), attention_tokens=3000.0)
+    pipeline = SimulatedPipeline(Scheduler(limits), speeds(num_stages, 1.5))
+    streams = [
+        make_sequence(key, num_prompt=16, max_tokens=2000, inter_token_s=0.1, stop_ids=LONG)
+        for key in range(1, num_streams + 1)
+    ]
+    for stream in streams:
+        pipeline.submit(stream, 0.0)
+    prompt = make_sequence(99, num_prompt=1800, max_tokens=4, stop_ids=LONG)
+    pipeline.submit(prompt, 4.0)
+    pipeline.run(100.0)
+    assert prompt.first_token_at is not None
+    during = [gap for one in streams for gap in pipeline.gaps(one.sequence_id, 4.2, prompt.first_token_at)]
+    assert p99(during) <= 0.12
+
+
+def test_prompts_go_in_passes_of_their_own_where_a_stage_would_be_idle() -> None:
+    """A chunk beside the row would make it wait at both stages; alone it is at one while the row is at the other."""
+    pipeline = SimulatedPipeline(Scheduler(roomy(2)), speeds(2, 1.5))
+    pipeline.submit(make_sequence(1, num_prompt=16, max_tokens=2000, inter_token_s=0.05, stop_ids=LONG), 0.0)
+    pipeline.submit(make_sequence(99, num_prompt=400, max_tokens=4, stop_ids=LONG), 4.0)
+    pipeline.run(6.0)
+    with_chunk = [batch for at, batch in pipeline.batches if at > 4.5 and batch.has_chunk]
+    assert len(with_chunk) > 10
+    assert all(batch.num_decode_rows == 0 for batch in with_chunk)
 
 
 def test_without_targets_a_prompt_takes_all_it_can_get() -> None:
