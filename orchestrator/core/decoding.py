@@ -100,6 +100,7 @@ class Decoding:
         self._lines = {(numeric, qos): _Line(qos) for numeric in NumericClass for qos in CLASSES}
         self._solo = [self._lines[NumericClass.SOLO, qos] for qos in CLASSES]
         self._shared = [self._lines[NumericClass.SHARED, qos] for qos in CLASSES]
+        self.num_decoding = 0
         self._num_readied = 0
         self._parked: dict[RunId, Sequence] = {}
         self._park_ends: list[tuple[float, RunId]] = []
@@ -125,17 +126,19 @@ class Decoding:
         return max(most * self.max_rows // self._limits.max_batch, 2 * PREFILL_ROOM_TOKENS)
 
     @property
+    def is_urgent(self) -> bool:
+        """Whether anybody who decodes has a target for the time between tokens."""
+        return any(self._targets.values())
+
+    @property
     def can_burst(self) -> bool:
         """Whether nobody has to be looked at before each of its steps."""
         return not self._replaying and self._num_paced == 0 and not self.pace.steps_per_s
 
-    @property
-    def num_decoding(self) -> int:
-        return sum(line.num_decoding for line in self._lines.values())
-
     def add(self, sequence: Sequence) -> None:
         """Take in a sequence whose prompt is computed; a batch still carries it."""
         assert sequence.run_id is not None, sequence.story()
+        self.num_decoding += 1
         self._line_of(sequence).num_decoding += 1
         self._note_held(sequence)
         self._num_paced += sequence.is_paced
@@ -148,6 +151,7 @@ class Decoding:
     def remove(self, sequence: Sequence) -> None:
         assert sequence.run_id is not None, sequence.story()
         line = self._line_of(sequence)
+        self.num_decoding -= 1
         line.num_decoding -= 1
         self._num_held -= self._held.pop(sequence.run_id)
         line.ready.pop(sequence.run_id, None)
@@ -398,6 +402,7 @@ class Decoding:
             numbers = [one.number for one in line.ready.values()]
             assert numbers == sorted(numbers)
             assert line.num_decoding == sum(one.numeric is numeric and one.qos is qos for one in decoding)
+        assert self.num_decoding == len(decoding)
         assert set(self._held) == {one.run_id for one in decoding}
         assert self._num_held == sum(self._held.values())
         for qos, counts in self._targets.items():

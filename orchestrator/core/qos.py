@@ -129,9 +129,10 @@ class WaitingQueue:
     def __init__(self, ledger: TenantLedger, turns: ClassTurns) -> None:
         self._turns = turns
         self._lines = {qos: _Line(ledger) for qos in CLASSES}
+        self._num = 0
 
     def __len__(self) -> int:
-        return sum(len(line.in_order) for line in self._lines.values())
+        return self._num
 
     def __iter__(self) -> Iterator[Sequence]:
         """The higher classes first, in each as they came."""
@@ -141,10 +142,12 @@ class WaitingQueue:
     def add(self, sequence: Sequence) -> None:
         """Put a sequence into its tenant's line: at the end, or before all that never had a slot if it had one."""
         self._lines[sequence.qos].add(sequence)
+        self._num += 1
 
     def discard(self, sequence: Sequence) -> None:
         """Take a sequence out; it must be in."""
         self._lines[sequence.qos].discard(sequence)
+        self._num -= 1
 
     def head(self, qos: QosClass) -> Sequence | None:
         """Who of a class is next: of the tenant that has had least, the first in line."""
@@ -177,6 +180,7 @@ class WaitingQueue:
         return sorted(found, key=lambda one: one.arrived_at + PATIENCE_S[one.qos])[:at_most]
 
     def check_invariants(self) -> None:
+        assert self._num == sum(len(line.in_order) for line in self._lines.values())
         for line in self._lines.values():
             line.tenants.check_invariants()
             in_order = {one.sequence_id for one in line.in_order}

@@ -31,8 +31,9 @@ from orchestrator.core.tenants import TenantLedger
 from shoal.errors import ContextExceeded
 from shoal.types import DeviceMode, FinishReason, NumericClass, QosClass, SequenceId
 
-# With more streams than this, bursts are short: who comes new waits for their end, and they gain less. They still spare each
-# micro-batch the way through the orchestrator, which is a bubble where stages are about equally fast.
+# With more streams than this, bursts are short unless nobody cares for gaps: who comes new waits for their end, and they
+# gain less. They still spare each micro-batch the way through the orchestrator, which is a bubble where stages are about
+# equally fast.
 FEW_SEQUENCES = 2
 SHORT_BURST_STEPS = 4
 # Longer bursts are limited by time: a prompt that must not stall their rows has to wait for their end.
@@ -290,12 +291,10 @@ class Scheduler:
         has_prefill = self.num_running > self._decoding.num_decoding
         if not decoding or self.num_waiting or has_prefill or not self._decoding.can_burst:
             return 0
-        most = SHORT_BURST_STEPS
-        if self.num_running <= FEW_SEQUENCES:
-            most = self.limits.burst_steps
-            if self.times.is_known:
-                num_steps = int(MAX_BURST_S / self._decoding.pass_s(len(decoding)))
-                most = min(most, max(num_steps, SHORT_BURST_STEPS))
+        is_few = self.num_running <= FEW_SEQUENCES
+        most = self.limits.burst_steps if is_few else SHORT_BURST_STEPS
+        if self.times.is_known and (is_few or not self._decoding.is_urgent):
+            most = max(int(MAX_BURST_S / self._decoding.pass_s(len(decoding))), SHORT_BURST_STEPS)
         return min(most, self.limits.burst_steps, *(sequence.num_output_left for sequence in decoding)) - 1
 
     def _take_chunks(self, num_rows: int, moment: Moment) -> list[BatchRow]:

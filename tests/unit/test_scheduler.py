@@ -12,7 +12,15 @@ from orchestrator.core.scheduler import SHORT_BURST_STEPS, Scheduler
 from orchestrator.core.sequence import RunId, Sequence, SequenceState
 from shoal.errors import ContextExceeded, Overloaded
 from shoal.types import FinishReason, NumericClass, SequenceId, SlotId
-from tests.support.builders import STOP_ID, TOKEN_ID, make_limits, make_sequence, sampled_ids, start_decoding
+from tests.support.builders import (
+    STOP_ID,
+    TOKEN_ID,
+    know_times,
+    make_limits,
+    make_sequence,
+    sampled_ids,
+    start_decoding,
+)
 
 
 def schedule_all(scheduler: Scheduler, now: float = 0.0) -> list[Batch]:
@@ -323,6 +331,15 @@ class TestBurst:
     @pytest.mark.parametrize(("allowed", "burst_steps"), [(16, SHORT_BURST_STEPS - 1), (2, 1), (1, 0)])
     def test_more_than_two_streams_get_short_bursts(self, allowed: int, burst_steps: int) -> None:
         scheduler = decoding(make_limits(burst_steps=allowed), SHARED, SHARED, SHARED)
+        assert schedule_all(scheduler)[0].burst_steps == burst_steps
+
+    @pytest.mark.parametrize(("inter_token_s", "burst_steps"), [(None, 8), (0.1, SHORT_BURST_STEPS - 1)])
+    def test_many_streams_get_longer_bursts_where_nobody_cares_for_gaps(
+        self, inter_token_s: float | None, burst_steps: int
+    ) -> None:
+        scheduler = Scheduler(make_limits(burst_steps=16))
+        start_decoding(scheduler, [make_sequence(key, inter_token_s=inter_token_s, max_tokens=64) for key in (1, 2, 3)])
+        know_times(scheduler, base_s=0.02, token_s=0.005)
         assert schedule_all(scheduler)[0].burst_steps == burst_steps
 
     def test_tokens_of_a_burst_come_step_by_step_and_free_the_credit_at_the_end(self) -> None:
