@@ -77,6 +77,11 @@ class Admission:
         self.queue.discard(sequence)
         self._ledger.leave(sequence.tenant)
 
+    def prompt_position(self) -> int:
+        """How far the furthest of the prompts is whose turn it may be."""
+        under_way = (next(iter(prompts.values())) for prompts in self._prompts.values() if prompts)
+        return max((sequence.num_dispatched for sequence in under_way), default=0)
+
     def prompts_in_turn(self) -> list[tuple[float, Sequence]]:
         """With their ranks, the lowest first: of each class the prompt that is under way, or else who waits first."""
         found = []

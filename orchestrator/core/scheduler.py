@@ -302,8 +302,7 @@ class Scheduler:
         rows: list[BatchRow] = []
         if not (self._admission.num_prompt_left or self.num_waiting):
             return rows
-        in_turn = self._admission.prompts_in_turn()
-        room = self._decoding.prompt_room(num_rows, in_turn[0][1].num_dispatched, moment)
+        room = self._decoding.prompt_room(num_rows, self._admission.prompt_position(), moment)
         while room > 0 and (found := self._next_chunk(room, not rows, moment)) is not None:
             sequence, num_tokens = found
             rows.append(self._take_chunk(sequence, num_tokens, moment.now))
