@@ -60,6 +60,7 @@ class SchedulerLimits:
             ("max_waiting", self.max_waiting, 1),
             ("burst_steps", self.burst_steps, 1),
             ("min_rows", self.min_rows, 1),
+            ("attention_tokens", self.attention_tokens, 0),
         )
         for name, value, minimum in checks:
             if value < minimum:

@@ -11,13 +11,18 @@ from orchestrator.core.limits import SchedulerLimits
 from shoal.errors import ConfigError, ContextExceeded, InvalidRequest
 from tests.support.builders import make_limits
 
-NUMBERS = [one.name for one in fields(SchedulerLimits) if one.name not in ("mode", "stage_costs")]
+NUMBERS = [one.name for one in fields(SchedulerLimits) if one.name not in ("mode", "stage_costs", "attention_tokens")]
 
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_a_limit_of_nothing_is_a_configuration_error_that_names_it(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is 0; it must be at least"):
         replace(make_limits(), **dict[str, Any]({name: 0}))
+
+
+def test_attention_cannot_cost_less_than_nothing() -> None:
+    with pytest.raises(ConfigError, match="attention_tokens is -1; it must be at least 0"):
+        replace(make_limits(), attention_tokens=-1)
 
 
 def test_an_empty_prompt_is_refused() -> None:
