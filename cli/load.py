@@ -6,7 +6,6 @@ Owns commands and options. Runs and what is shown of them are in `cli.load_run`,
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +14,7 @@ import typer
 from cli.ask import DEFAULT_SERVER, Server
 from cli.load_report import Files
 from cli.load_run import KEY_VARIABLE, Ramping, Settings, ramp_and_report, run_and_report
+from cli.parameters import with_parameters
 from cli.terminal import say
 from shoal.errors import ConfigError
 from shoal.types import QosClass
@@ -67,25 +67,15 @@ def _settings(
     return Settings(seed, server, openai, model, raw, ttft_ms, tpot_ms, timeout, files)
 
 
-def with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a scenario the options of _settings(); it gets them as its first argument."""
-    shared = inspect.signature(_settings, eval_str=True).parameters
-
-    def run(**values: Any) -> None:
-        settings = _settings(**{name: values.pop(name) for name in shared})
-        command(settings, **values)
-
-    _, *own = inspect.signature(command, eval_str=True).parameters.values()
-    run.__name__, run.__doc__ = command.__name__, command.__doc__
-    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in (*own, *shared.values())]
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return run
+# The options of _settings(), which makes Settings of their values.
+with_settings = with_parameters(list(inspect.signature(_settings, eval_str=True).parameters.values()))
 
 
 @app.command("single-stream")
 @with_settings
-def single_stream(settings: Settings, workload: WorkloadName = "chat", requests: NumRequests = 20) -> None:
+def single_stream(workload: WorkloadName = "chat", requests: NumRequests = 20, **values: Any) -> None:
     """Ask one after the other, as one user alone would."""
+    settings = _settings(**values)
     from loadtest import scenarios
     from loadtest.workloads import load_workload
 
@@ -97,7 +87,6 @@ def single_stream(settings: Settings, workload: WorkloadName = "chat", requests:
 @app.command("server")
 @with_settings
 def server_scenario(
-    settings: Settings,
     workload: WorkloadName = "chat",
     rate: Annotated[
         float | None, typer.Option(help="Requests a second; with --ramp the first rate to try.", show_default=False)
@@ -112,8 +101,10 @@ def server_scenario(
     ramp: Annotated[bool, typer.Option("--ramp", help="Find the highest rate that keeps the objectives.")] = False,
     good_share: Annotated[float, typer.Option(help="With --ramp: share of requests that must meet theirs.")] = 0.99,
     probes: Annotated[int, typer.Option(help="With --ramp: how many rates to try at most.", min=1, max=50)] = 12,
+    **values: Any,
 ) -> None:
     """Ask at a rate, whatever the server does."""
+    settings = _settings(**values)
     from loadtest import scenarios
     from loadtest.workloads import load_workload
 
@@ -141,14 +132,15 @@ def server_scenario(
 @app.command("offline")
 @with_settings
 def offline(
-    settings: Settings,
     workload: WorkloadName = "batch",
     requests: NumRequests = 32,
     concurrency: Annotated[
         int | None, typer.Option(help="How many at once; by default all.", show_default=False, min=1)
     ] = None,
+    **values: Any,
 ) -> None:
     """Ask all at once: how much gets done."""
+    settings = _settings(**values)
     from loadtest import scenarios
     from loadtest.workloads import load_workload
 
@@ -160,13 +152,14 @@ def offline(
 @app.command("trace")
 @with_settings
 def trace_scenario(
-    settings: Settings,
     trace: Annotated[str, typer.Argument(help="A shipped trace, or a .jsonl file.")] = "small",
     speed_up: Annotated[float, typer.Option(help="Replay so many times as fast.")] = 1.0,
     requests: MaxRequests = None,
     qos: Annotated[QosClass, typer.Option(help="Class of requests that name none.")] = QosClass.BALANCED,
+    **values: Any,
 ) -> None:
     """Ask at the times and lengths of a trace."""
+    settings = _settings(**values)
     from loadtest import scenarios
     from loadtest.traces import read_trace
     from loadtest.workloads import DEFAULT_SLOS

@@ -223,5 +223,8 @@ def _check_time(plan: Plan, timeout_s: float) -> None:
 
 
 def _command() -> str:
-    """The command line, without the passwords that URLs may have."""
-    return re.sub(r"://[^/@\s]*@", "://", shlex.join(["shoal", *sys.argv[1:]]))
+    """The command line, without the passwords and keys that URLs may have."""
+    from loadtest.targets import without_credentials
+
+    words = (re.sub(r"\w+://\S+", lambda found: without_credentials(found[0]), word) for word in sys.argv[1:])
+    return shlex.join(["shoal", *words])

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from cli.models import fetch, open_store
+from cli.parameters import with_parameters
 from cli.show import device_table
 from cli.terminal import note, say, waiting
 from shoal.config import DEFAULT_PORT, Config, Option, OrchestratorConfig, WorkerConfig, from_environment, options
@@ -40,23 +41,13 @@ def with_options(
     config: type[Config], *, without: tuple[str, ...] = (), aliases: dict[str, str] | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command a flag for each field of a configuration; the values come as **values, None if not given."""
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = [
-            parameter
-            for parameter in inspect.signature(command, eval_str=True).parameters.values()
-            if parameter.kind is not inspect.Parameter.VAR_KEYWORD
-        ]
-        derived = [
+    return with_parameters(
+        [
             _parameter(option, (aliases or {}).get(option.name))
             for option in options(config)
             if option.name not in without
         ]
-        keyword_only = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
-        command.__signature__ = inspect.Signature([*keyword_only, *derived])  # type: ignore[attr-defined]
-        return command
-
-    return decorate
+    )
 
 
 def _parameter(option: Option, alias: str | None) -> inspect.Parameter:
@@ -117,7 +108,7 @@ def running_fleet(config: OrchestratorConfig, devices: str) -> Iterator[tuple[Lo
     from launch.local import LocalFleet
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    names = [name.strip() for name in devices.split(",") if name.strip()]
+    names = [name.strip() for name in devices.split(",")]
     _check(config, len(names))
     fleet = LocalFleet(config, names, worker=WorkerConfig(use_sockets=config.use_sockets))
     _require_model(config)

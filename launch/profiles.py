@@ -18,7 +18,7 @@ import psutil
 
 from shoal.errors import ConfigError
 from shoal.shipped import Shipped
-from shoal.toml_file import Rule, TomlFile
+from shoal.toml_file import Rule, TomlFile, number, one_of
 from shoal.types import (
     BatteryModel,
     DeviceLimits,
@@ -35,7 +35,7 @@ KINDS = ("phone", "tablet", "laptop", "box", "host")
 MEMORY_SHARE = 0.8
 
 _MIB = 2**20
-_SHIPPED = Shipped("launch", ("devices",), ".toml", "device profile", "profile")
+SHIPPED = Shipped("launch", ("devices",), ".toml", "device profile", "profile")
 _NUM_STATES = len(ThermalState)
 
 
@@ -47,8 +47,8 @@ class Machine:
     num_cores: int
 
 
-def _number(allowed: str, is_allowed: Callable[[float], bool]) -> Rule:
-    return Rule((int, float), allowed, is_allowed)
+def _is_name(name: str) -> bool:
+    return bool(name) and name.isprintable() and not {"/", "\\"} & set(name)
 
 
 def _falls(values: Sequence[float]) -> bool:
@@ -67,33 +67,32 @@ def _is_pace_list(values: list[Any]) -> bool:
     return is_list_of_paces and _falls([steps or float("inf") for steps in values])
 
 
-_MODES = tuple(mode.value for mode in DeviceMode)
 _STATES = "nominal, moderate, hot and critical"
-_DEGREES = _number("a number of degrees Celsius above 0 and up to 150, or 0 for never", lambda least: 0 <= least <= 150)
-_PERCENT = _number("a number of percent from 0 to 100", lambda percent: 0 <= percent <= 100)
-_WATTS = _number("a number of watts from 0 to 1000", lambda watts: 0 <= watts <= 1000)
+_DEGREES = number("a number of degrees Celsius above 0 and up to 150, or 0 for never", lambda least: 0 <= least <= 150)
+_PERCENT = number("a number of percent from 0 to 100", lambda percent: 0 <= percent <= 100)
+_WATTS = number("a number of watts from 0 to 1000", lambda watts: 0 <= watts <= 1000)
 
 _RULES = {
-    "name": Rule((str,), "a text that is not empty", bool),
-    "kind": Rule((str,), "one of " + ", ".join(KINDS), lambda kind: kind in KINDS),
-    "mode": Rule((str,), "one of " + ", ".join(_MODES), lambda mode: mode in _MODES),
+    "name": Rule((str,), "a text that is not empty, of characters that can be shown, and without / or \\", _is_name),
+    "kind": one_of(KINDS),
+    "mode": one_of([mode.value for mode in DeviceMode]),
     "memory_mib": Rule(
         (int,), "a whole number of MiB, or 0 for what this machine has free", lambda mib: 0 <= mib < 2**40
     ),
-    "speed": _number("a number above 0 and at most 100", lambda speed: 0.0 < speed <= 100.0),
+    "speed": number("a number from 0.001 to 100", lambda speed: 0.001 <= speed <= 100.0),
     "threads": Rule((int,), "a whole number, or 0 for all cores of this machine", lambda count: 0 <= count <= 1024),
     "max_batch": Rule((int,), "a whole number from 1 to 1024", lambda rows: 1 <= rows <= 1024),
-    "poll_ms": _number("a number of milliseconds from 0 to 100", lambda poll: 0.0 <= poll <= 100.0),
+    "poll_ms": number("a number of milliseconds from 0 to 100", lambda poll: 0.0 <= poll <= 100.0),
     "allow_direct_links": Rule((bool,), "true or false", lambda _: True),
     "emulated": Rule((bool,), "true or false", lambda _: True),
 }
 _TABLE_RULES = {
     "fallback": {
-        "timeout_ms": _number("a number of milliseconds above 0 and up to 600000", lambda ms: 0.0 < ms <= 600_000.0),
+        "timeout_ms": number("a number of milliseconds above 0 and up to 600000", lambda ms: 0.0 < ms <= 600_000.0),
     },
     "link": {
-        "delay_ms": _number("a number of milliseconds from 0 to 60000", lambda delay: 0.0 <= delay <= 60_000.0),
-        "rate_mbit_s": _number("a number of Mbit/s up to 1000000, or 0 for no limit", lambda rate: 0.0 <= rate <= 1e6),
+        "delay_ms": number("a number of milliseconds from 0 to 60000", lambda delay: 0.0 <= delay <= 60_000.0),
+        "rate_mbit_s": number("a number of Mbit/s up to 1000000, or 0 for no limit", lambda rate: 0.0 <= rate <= 1e6),
     },
     "limits": {
         "moderate_c": _DEGREES,
@@ -101,7 +100,7 @@ _TABLE_RULES = {
         "critical_c": _DEGREES,
         "low_battery_percent": _PERCENT,
         "critical_battery_percent": _PERCENT,
-        "busy_load": _number(
+        "busy_load": number(
             "the share of its processors that other programs take, up to 1, or 0 for never", lambda load: 0 <= load <= 1
         ),
         "max_batch": Rule(
@@ -116,12 +115,12 @@ _TABLE_RULES = {
         ),
     },
     "thermal": {
-        "ambient_c": _number("a number of degrees Celsius from -40 to 60", lambda degrees: -40 <= degrees <= 60),
-        "heat_c_per_s": _number("a number of degrees Celsius a second from 0 to 100", lambda heat: 0 <= heat <= 100),
-        "cooling_per_s": _number("a number from 0.00001 to 10", lambda cooling: 1e-5 <= cooling <= 10),
+        "ambient_c": number("a number of degrees Celsius from -40 to 60", lambda degrees: -40 <= degrees <= 60),
+        "heat_c_per_s": number("a number of degrees Celsius a second from 0 to 100", lambda heat: 0 <= heat <= 100),
+        "cooling_per_s": number("a number from 0.00001 to 10", lambda cooling: 1e-5 <= cooling <= 10),
     },
     "battery": {
-        "capacity_wh": _number("a number of Wh up to 100000, or 0 for none", lambda capacity: 0 <= capacity <= 1e5),
+        "capacity_wh": number("a number of Wh up to 100000, or 0 for none", lambda capacity: 0 <= capacity <= 1e5),
         "start_percent": _PERCENT,
         "active_w": _WATTS,
         "idle_w": _WATTS,
@@ -130,11 +129,6 @@ _TABLE_RULES = {
 _REQUIRED = ("name", "kind", "memory_mib")
 # Kept by emulation only; table -> what it is when the file says nothing.
 _EMULATED_TABLES = {"link": LinkProfile(), "thermal": ThermalModel(), "battery": BatteryModel()}
-
-
-def shipped_names() -> tuple[str, ...]:
-    """Return the names of the profiles that come with Shoal."""
-    return _SHIPPED.names()
 
 
 def measure_machine() -> Machine:
@@ -148,7 +142,7 @@ def load_profile(name_or_path: str, measure: Callable[[], Machine] = measure_mac
 
     Raises ConfigError that names the file, the line, the field and what it may be.
     """
-    file = TomlFile(*_SHIPPED.read(name_or_path), field="profile")
+    file = TomlFile(*SHIPPED.read(name_or_path), field="profile")
     top = {field: value for field, value in file.content.items() if field not in _TABLE_RULES}
     for field, value in file.content.items():
         if field not in _TABLE_RULES:

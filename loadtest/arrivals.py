@@ -62,7 +62,7 @@ def _unit_gaps(burstiness: float, seed: int, most: int, end: float) -> npt.NDArr
     num_drawn, reached = 0, 0.0
     while num_drawn < most and reached < end:
         size = min(_CHUNK, most - num_drawn)
-        chunk = np.ones(size) if math.isinf(burstiness) else rng.standard_gamma(burstiness, size) / burstiness
+        chunk = np.ones(size) if burstiness == CONSTANT else rng.standard_gamma(burstiness, size) / burstiness
         chunks.append(chunk)
         num_drawn += size
         reached += float(chunk.sum())

@@ -31,24 +31,13 @@ class Dispatch:
     is handed out before it is ripe.
     """
 
-    __slots__ = (
-        "_concurrency",
-        "_freed_at_s",
-        "_num_left",
-        "_num_running",
-        "_ripe",
-        "_successors",
-        "_timed",
-        "_unended",
-    )
+    __slots__ = ("_concurrency", "_freed_at_s", "_ripe", "_successors", "_timed", "_unended")
 
     def __init__(self, plan: Plan) -> None:
         numbers = {request.number for request in plan.requests}
         if len(numbers) < len(plan.requests):
             raise ValueError("two requests of a plan have one number")
         self._concurrency = plan.concurrency
-        self._num_left = len(plan.requests)
-        self._num_running = 0
         # When each free place became free, the earliest first.
         self._freed_at_s = deque([0.0] * plan.concurrency)
         self._unended = numbers
@@ -79,11 +68,12 @@ class Dispatch:
     @property
     def num_left(self) -> int:
         """Requests not handed out yet."""
-        return self._num_left
+        waiting = sum(len(requests) for requests in self._successors.values())
+        return len(self._timed) + len(self._ripe) + waiting
 
     @property
     def is_done(self) -> bool:
-        return not self._num_left and not self._num_running
+        return not self._unended
 
     def next_at_s(self) -> float | None:
         """When take() could give more though none ends; None if never."""
@@ -98,22 +88,17 @@ class Dispatch:
             _, _, due = heapq.heappop(self._ripe)
             freed_at_s = self._freed_at_s.popleft() if self._concurrency else 0.0
             taken.append(due if due.request.due_s is not None else Due(due.request, max(due.due_s, freed_at_s)))
-        self._num_running += len(taken)
-        self._num_left -= len(taken)
         return taken
 
     def end(self, number: int, now_s: float) -> None:
         """A request that was handed out has ended, well or not."""
         self._unended.remove(number)
-        self._num_running -= 1
         if self._concurrency:
             self._freed_at_s.append(now_s)
         for request in self._successors.pop(number, ()):
             self._release(request, now_s)
 
     def check_invariants(self) -> None:
-        waiting = sum(len(requests) for requests in self._successors.values())
-        assert self._num_left == len(self._timed) + len(self._ripe) + waiting
-        assert self._num_running >= 0
-        assert not self._concurrency or self._num_running + len(self._freed_at_s) == self._concurrency
-        assert len(self._unended) == self._num_left + self._num_running
+        num_running = len(self._unended) - self.num_left
+        assert num_running >= 0
+        assert not self._concurrency or num_running + len(self._freed_at_s) == self._concurrency

@@ -14,7 +14,7 @@ from enum import Enum
 
 from loadtest.plan import Plan, Record, Slo
 from loadtest.runner import Ending, Outcome
-from loadtest.statistics import is_good, summarize
+from loadtest.statistics import client_health, is_good
 from shoal.errors import ConfigError
 from shoal.types import QosClass
 
@@ -244,7 +244,7 @@ def _judge(rate_per_s: float, outcome: Outcome, slos: Slos, good_share: float) -
         num_requests=num_planned,
         duration_s=result.duration_s,
         was_cut_short=outcome.ending is not Ending.COMPLETE,
-        is_client_limited=summarize(result).client.is_client_limited,
+        is_client_limited=client_health(result).is_client_limited,
     )
 
 

@@ -156,16 +156,17 @@ def summarize(result: RunResult) -> Statistics:
             lambda record: record.request.stream, dict.fromkeys(record.request.stream for record in records)
         ),
         fairness=_fairness(records),
-        client=_client_health(result),
+        client=client_health(result),
     )
 
 
 def summarize_group(name: str, records: Sequence[Record], result: RunResult) -> Group:
     """Make the figures of some of a run's records."""
     answered = [record for record in records if record.is_ok]
-    with_slo = [(record, result.slos.get(record.request.qos, Slo())) for record in records]
-    num_good = sum(is_good(record, slo) for record, slo in with_slo)
-    judged = [is_good(record, slo) for record, slo in with_slo if slo != Slo()]
+    slos = [result.slos.get(record.request.qos, Slo()) for record in records]
+    verdicts = [is_good(record, slo) for record, slo in zip(records, slos, strict=True)]
+    num_good = sum(verdicts)
+    judged = [verdict for verdict, slo in zip(verdicts, slos, strict=True) if slo != Slo()]
     duration_s = result.duration_s
     token_at_s = np.array([at_s for record in records for at_s in record.token_at_s], dtype=np.float64)
     return Group(
@@ -187,6 +188,22 @@ def summarize_group(name: str, records: Sequence[Record], result: RunResult) -> 
         tokens_per_s=int((token_at_s <= duration_s).sum()) / duration_s if duration_s > 0 else 0.0,
         steady_tokens_per_s=_steady_rate(token_at_s, result.records),
     )
+
+
+def client_health(result: RunResult) -> ClientHealth:
+    """Judge the harness itself by CLIENT_RULE."""
+    lag = spread(record.sent_at_s - record.due_s for record in result.records)
+    loop_lag = spread(result.loop_lag_s)
+    ttft = spread(ttft_s(record) for record in result.records if record.is_ok)
+    limit_s = max(MAX_LAG_S, MAX_LAG_SHARE * ttft.p50_s if ttft else 0.0)
+    reasons = [
+        f"p99 of {what} is {measured.p99_s * 1000:.1f} ms, above {limit_s * 1000:.1f} ms"
+        for what, measured in (("the lag of sending", lag), ("the event loop's lag", loop_lag))
+        if measured and measured.p99_s > limit_s
+    ]
+    if result.cpu_share > MAX_CPU_SHARE:
+        reasons.append(f"the harness took {result.cpu_share:.0%} of a core, above {MAX_CPU_SHARE:.0%}")
+    return ClientHealth(lag, loop_lag, result.cpu_share, bool(reasons), tuple(reasons))
 
 
 def ttft_s(record: Record) -> float | None:
@@ -271,21 +288,6 @@ def _fairness(records: Sequence[Record]) -> Fairness:
         for name, service in services.items()
     )
     return Fairness(tuple(tenants), total**2 / (len(services) * squares) if total else None)
-
-
-def _client_health(result: RunResult) -> ClientHealth:
-    lag = spread(record.sent_at_s - record.due_s for record in result.records)
-    loop_lag = spread(result.loop_lag_s)
-    ttft = spread(ttft_s(record) for record in result.records if record.is_ok)
-    limit_s = max(MAX_LAG_S, MAX_LAG_SHARE * ttft.p50_s if ttft else 0.0)
-    reasons = [
-        f"p99 of {what} is {measured.p99_s * 1000:.1f} ms, above {limit_s * 1000:.1f} ms"
-        for what, measured in (("the lag of sending", lag), ("the event loop's lag", loop_lag))
-        if measured and measured.p99_s > limit_s
-    ]
-    if result.cpu_share > MAX_CPU_SHARE:
-        reasons.append(f"the harness took {result.cpu_share:.0%} of a core, above {MAX_CPU_SHARE:.0%}")
-    return ClientHealth(lag, loop_lag, result.cpu_share, bool(reasons), tuple(reasons))
 
 
 def _as_json(value: Any) -> Any:

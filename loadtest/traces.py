@@ -29,7 +29,7 @@ from shoal.types import QosClass
 # Of Mooncake's traces, and of a file that does not say.
 MOONCAKE_BLOCK_TOKENS = 512
 
-_SHIPPED = Shipped("loadtest", ("data",), ".jsonl", "trace", "trace")
+SHIPPED = Shipped("loadtest", ("data",), ".jsonl", "trace", "trace")
 
 _HEADER = re.compile(r"# block_tokens = (\d{1,9})")
 _ORIGIN = re.compile(r"# origin: (.+)")
@@ -99,17 +99,12 @@ _RULES = {
 _REQUIRED = ("timestamp", "input_length", "output_length")
 
 
-def shipped_traces() -> tuple[str, ...]:
-    """Return the names of the traces that come with Shoal."""
-    return _SHIPPED.names()
-
-
 def read_trace(name_or_path: str) -> Trace:
     """Read a shipped trace by name, or a file whose path has a separator or ends in .jsonl.
 
     Raises ConfigError that names the file, the line, the field and what it may be.
     """
-    where, text = _SHIPPED.read(name_or_path)
+    where, text = SHIPPED.read(name_or_path)
     return parse_trace(text.split("\n"), where)
 
 
@@ -157,7 +152,6 @@ def convert_mooncake(
     output_scale: int | None = None,
     floor: int = 8,
     ceiling: int | None = None,
-    block_tokens: int = MOONCAKE_BLOCK_TOKENS,
     speed_up: float = 1.0,
     max_requests: int | None = None,
 ) -> Trace:
@@ -165,10 +159,11 @@ def convert_mooncake(
 
     Lengths are divided by scale (those of answers by output_scale, where given), rounded up, and held within floor and
     ceiling; gaps between arrivals are divided by speed_up and begin at 0. Blocks shrink with the lengths and keep their
-    hash ids, so that prompts share what they shared: scale must divide block_tokens. Raises ConfigError naming the line.
+    hash ids, so that prompts share what they shared: scale must divide the length of a block. Raises ConfigError naming
+    the line.
     """
-    if scale < 1 or block_tokens % scale or block_tokens // scale < NUM_SERIAL_WORDS:
-        allowed = f"a divisor of block_tokens = {block_tokens} that leaves blocks of {NUM_SERIAL_WORDS} tokens or more"
+    if scale < 1 or MOONCAKE_BLOCK_TOKENS % scale or MOONCAKE_BLOCK_TOKENS // scale < NUM_SERIAL_WORDS:
+        allowed = f"a divisor of {MOONCAKE_BLOCK_TOKENS} that leaves blocks of {NUM_SERIAL_WORDS} tokens or more"
         raise ConfigError(f"scale = {scale} is not allowed; it must be {allowed}", field="scale")
     _check_sizes(output_scale, floor, ceiling, speed_up, max_requests)
     read = [_parse_entry(line, f"{where}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
@@ -183,12 +178,12 @@ def convert_mooncake(
             timestamp_ms=(entry.timestamp_ms - start_ms) / speed_up,
             input_tokens=(length := _scaled(entry.input_tokens, scale, floor, ceiling)),
             output_tokens=_scaled(entry.output_tokens, output_scale or scale, floor, ceiling),
-            hash_ids=entry.hash_ids[: -(-length * scale // block_tokens)],
+            hash_ids=entry.hash_ids[: -(-length * scale // MOONCAKE_BLOCK_TOKENS)],
         )
         for entry in kept
     ]
     origin = f"{Path(where).name} in Mooncake's format, lengths / {scale} from {floor} up, speed-up {speed_up:g}"
-    return Trace(tuple(entries), block_tokens // scale, origin)
+    return Trace(tuple(entries), MOONCAKE_BLOCK_TOKENS // scale, origin)
 
 
 def make_trace(

@@ -7,8 +7,7 @@ its path. Knows nothing of arrivals, texts or targets: `scenarios` makes plans o
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +16,7 @@ from loadtest.plan import Slo
 from loadtest.prompts import NUM_SERIAL_WORDS
 from shoal.errors import ConfigError
 from shoal.shipped import Shipped
-from shoal.toml_file import Rule, TomlFile
+from shoal.toml_file import Rule, TomlFile, number, one_of
 from shoal.types import QosClass
 
 # Source: MLPerf LoadGen, mlperf.conf of llama3.1-8b: interactive 500/30 ms and server 2000/100 ms, offline none.
@@ -80,18 +79,13 @@ class Workload:
 
 def _whole(least: int, most: int, unit: str = "") -> Rule:
     unit = f" of {unit}" if unit else ""
-    return Rule((int,), f"a whole number{unit} from {least} to {most}", lambda number: least <= number <= most)
+    return Rule((int,), f"a whole number{unit} from {least} to {most}", lambda count: least <= count <= most)
 
 
-def _number(allowed: str, is_allowed: Callable[[Any], bool]) -> Rule:
-    # Whole numbers of TOML may be longer than any float.
-    return Rule((int, float), allowed, lambda number: abs(number) <= sys.float_info.max and is_allowed(number))
-
-
-_SHIPPED = Shipped("loadtest", ("data", "workloads"), ".toml", "workload", "workload")
+SHIPPED = Shipped("loadtest", ("data", "workloads"), ".toml", "workload", "workload")
 _CLASSES = tuple(qos.value for qos in QosClass)
 _SHAPES = tuple(shape.value for shape in Shape)
-_MILLISECONDS = _number("a number of milliseconds, or 0 for none", lambda limit: 0.0 <= limit < math.inf)
+_MILLISECONDS = number("a number of milliseconds, or 0 for none", lambda limit: limit >= 0.0)
 _TEXT = Rule((str,), "a text that is not empty", bool)
 # Lengths are amounts: they have rules of their own.
 _ANY = Rule((int, dict), "a whole number or a table", lambda _: True)
@@ -104,18 +98,18 @@ _WORKLOAD_RULES = {
 }
 _STREAM_RULES = {
     "name": _TEXT,
-    "share": _number("a number above 0", lambda share: 0.0 < share < math.inf),
-    "rate_per_s": _number("a number of requests per second above 0", lambda rate: 0.0 < rate < math.inf),
-    "qos": Rule((str,), "one of " + ", ".join(_CLASSES), lambda qos: qos in _CLASSES),
+    "share": number("a number above 0", lambda share: share > 0.0),
+    "rate_per_s": number("a number of requests per second above 0", lambda rate: rate > 0.0),
+    "qos": one_of(_CLASSES),
     "tenant": Rule((str,), "at most 64 printable characters", lambda name: len(name) <= 64 and name.isprintable()),
     "prompt_tokens": _ANY,
     "output_tokens": _ANY,
     "turns": _ANY,
     "prefix_tokens": _whole(0, MAX_TOKENS, "tokens"),
     "num_prefixes": _whole(1, 10_000),
-    "think_s": _number("a number of seconds, 0 or more", lambda seconds: 0.0 <= seconds < math.inf),
+    "think_s": number("a number of seconds, 0 or more", lambda seconds: seconds >= 0.0),
     "max_prompt_tokens": _whole(MIN_PROMPT_TOKENS, MAX_TOKENS, "tokens"),
-    "max_tokens_per_s": _number("a number from 0 (no pacing) to 1000", lambda rate: 0.0 <= rate <= 1000.0),
+    "max_tokens_per_s": number("a number from 0 (no pacing) to 1000", lambda rate: 0.0 <= rate <= 1000.0),
 }
 _SLO_RULES = {"ttft_ms": _MILLISECONDS, "tpot_ms": _MILLISECONDS, "e2e_ms": _MILLISECONDS}
 _FIELDS_OF_SHAPE = {
@@ -126,17 +120,12 @@ _FIELDS_OF_SHAPE = {
 _REQUIRED = ("name", "prompt_tokens", "output_tokens")
 
 
-def shipped_workloads() -> tuple[str, ...]:
-    """Return the names of the workloads that come with Shoal."""
-    return _SHIPPED.names()
-
-
 def load_workload(name_or_path: str) -> Workload:
     """Read a shipped workload by name, or a file whose path has a separator or ends in .toml.
 
     Raises ConfigError that names the file, the line, the field and what it may be.
     """
-    where, text = _SHIPPED.read(name_or_path)
+    where, text = SHIPPED.read(name_or_path)
     return parse_workload(text, where)
 
 
@@ -273,8 +262,8 @@ def _amount(place: _Place, value: int | dict[str, Any], least: int, most: int) -
         "tokens": bound,
         "min": bound,
         "max": bound,
-        "median": _number("a number above 0", lambda median: 0.0 < median < math.inf),
-        "sigma": _number("a number from 0 to 4", lambda sigma: 0.0 <= sigma <= 4.0),
+        "median": number("a number above 0", lambda median: median > 0.0),
+        "sigma": number("a number from 0 to 4", lambda sigma: 0.0 <= sigma <= 4.0),
     }
     names = _FIELDS_OF_SHAPE[shape]
     rules = {name: rules[name] for name in ("distribution", *names)}

@@ -217,11 +217,10 @@ def deadline_s(options: GenerateOptions, otherwise: float | None) -> float | Non
     value: object = options.get("deadline_s")
     if value is None:
         return otherwise
-    if isinstance(value, bool) or not isinstance(value, float | int):
-        raise TypeError(f"deadline_s must be a number, not {value!r}")
-    if not 0 < value < MAX_DEADLINE_S:
+    seconds = _number("deadline_s", value)
+    if not 0 < seconds < MAX_DEADLINE_S:
         raise InvalidRequest("deadline_s", f"{value} is out of range; it must be above 0 and below {MAX_DEADLINE_S:g}")
-    return float(value)
+    return float(seconds)
 
 
 def _set_input(request: inference_pb2.GenerateRequest, prompt: Prompt | None, messages: Messages | None) -> None:
@@ -268,15 +267,19 @@ def _set_sampling(message: types_pb2.SamplingParams, options: GenerateOptions) -
 def _set_number(message: Any, name: str, value: object, path: str) -> None:
     if value is None:
         return
-    kind, called = (Integral, "an integer") if name in _INTEGERS else (Real, "a number")
-    if isinstance(value, bool) or not isinstance(value, kind):
-        raise TypeError(f"{name} must be {called}, not {value!r}")
     try:
-        setattr(message, name, value)
+        setattr(message, name, _number(name, value))
     except ValueError:
         raise InvalidRequest(
             f"{path}{name}", f"{value} is out of range; it must be 0 or more and not so large"
         ) from None
+
+
+def _number(name: str, value: object) -> Any:
+    kind, called = (Integral, "an integer") if name in _INTEGERS else (Real, "a number")
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise TypeError(f"{name} must be {called}, not {value!r}")
+    return value
 
 
 def _text(name: str, value: object) -> str:

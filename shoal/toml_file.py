@@ -7,8 +7,9 @@ their own rules.
 from __future__ import annotations
 
 import re
+import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,15 @@ class Rule:
         if type(value) in self.types and self.is_allowed(value):
             return ""
         return f"= {shown(value)} is not allowed; it must be {self.allowed}"
+
+
+def number(allowed: str, is_allowed: Callable[[Any], bool]) -> Rule:
+    """A rule for a finite number: whole ones of TOML may be longer than any float, and it has inf and nan."""
+    return Rule((int, float), allowed, lambda value: abs(value) <= sys.float_info.max and is_allowed(value))
+
+
+def one_of(choices: Sequence[str]) -> Rule:
+    return Rule((str,), "one of " + ", ".join(choices), lambda value: value in choices)
 
 
 def shown(value: object) -> str:

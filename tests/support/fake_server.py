@@ -1,14 +1,14 @@
 """An orchestrator that plays back a script: real gRPC on loopback, no model, no workers.
 
-Runs in a thread of its own, so that synchronous and asyncio clients may be tested against it alike. Used by the tests
-of the client and of the command line.
+Runs in a thread of its own. Used by the tests of the client and of the command line.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,9 +17,9 @@ import grpc
 from shoal.errors import ShoalError
 from shoal.rpc import SERVER_OPTIONS, stream, unary
 from shoal.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
+from tests.support.server_thread import ServerThread
 
 Context = grpc.aio.ServicerContext[Any, Any]
-WAIT_S = 20.0
 
 
 class Hang:
@@ -128,34 +128,26 @@ class FakeServer:
     ) -> None:
         self.orchestrator = FakeOrchestrator(scripts or (HELLO,), status or admin_pb2.GetStatusResponse(ready=True))
         self.address = f"127.0.0.1:{port}"
-        self._is_up = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop: asyncio.Event | None = None
+        self._thread = ServerThread(self._serving)
 
-    async def _serve(self) -> None:
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+    @asynccontextmanager
+    async def _serving(self) -> AsyncIterator[None]:
         server = grpc.aio.server(options=SERVER_OPTIONS)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.orchestrator, server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(self.orchestrator, server)
         self.address = f"127.0.0.1:{server.add_insecure_port(self.address)}"
         await server.start()
-        self._is_up.set()
-        await self._stop.wait()
+        yield
         await server.stop(grace=None)
 
     def __enter__(self) -> Self:
         self._thread.start()
-        assert self._is_up.wait(WAIT_S)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        assert self._loop is not None
-        assert self._stop is not None
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(WAIT_S)
+        self._thread.stop()
 
 
 def chat_of(server: FakeServer, index: int = 0) -> list[tuple[str, str]]:

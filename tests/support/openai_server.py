@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
-WAIT_S = 20.0
+from tests.support.server_thread import ServerThread
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,23 +81,19 @@ class OpenAiServer:
     def __init__(self, *scripts: Script, models: Plain = MODELS) -> None:
         self._scripts = list(scripts or (HELLO,))
         self._models = models
-        self._is_up = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop: asyncio.Event | None = None
+        self._thread = ServerThread(self._serving)
         self.base_url = ""
         self.requests: list[Asked] = []
         self.num_connections = 0
         self.is_hanging = threading.Event()
         self.is_released = threading.Event()
 
-    async def _serve(self) -> None:
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+    @asynccontextmanager
+    async def _serving(self) -> AsyncIterator[None]:
         server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
         host, port = server.sockets[0].getsockname()
         self.base_url = f"http://{host}:{port}/v1"
-        self._is_up.set()
-        await self._stop.wait()
+        yield
         server.close()
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -137,16 +133,12 @@ class OpenAiServer:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        assert self._is_up.wait(WAIT_S)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        assert self._loop is not None
-        assert self._stop is not None
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(WAIT_S)
+        self._thread.stop()
 
 
 async def _read_request(reader: asyncio.StreamReader) -> Asked:

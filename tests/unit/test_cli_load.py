@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 import signal
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cli.load_run import _describe
+from cli.load_run import _command, _describe
 from loadtest import report as reports
 from loadtest.runner import Progress
 from shoal.errors import ConfigError, Overloaded
@@ -250,6 +251,15 @@ def test_no_password_gets_into_a_report(run: Run, tmp_path: Path) -> None:
     text = (tmp_path / "x.json").read_text()
     assert server.base_url in text
     assert "hush" not in text
+
+
+@pytest.mark.parametrize(
+    "url", ["http://me:hu@sh@host/v1", "http://host/v1?key=hush", "--openai=http://me:hush@host/v1"]
+)
+def test_no_secret_of_a_url_is_in_the_command(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["shoal", "load", url, "a b"])
+
+    assert re.fullmatch(r"shoal load (--openai=)?http://host/v1 'a b'", _command())
 
 
 def test_objectives_of_the_command_line_take_the_place_of_the_workload_s(run: Run, server: FakeServer) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from shoal.errors import ContextExceeded
 from tests.support.commands import RunningCommand, start_shoal
-from tests.support.fake_server import ENDLESS, HELLO, WAIT_S, FakeServer, accepted, chat_of, delta, finished
+from tests.support.fake_server import ENDLESS, HELLO, FakeServer, accepted, chat_of, delta, finished
+from tests.support.server_thread import WAIT_S
 
 
 @pytest.fixture

@@ -21,7 +21,8 @@ from shoal.errors import (
 from shoal.generation import Generation, StageSummary
 from shoal.types import FinishReason, LayerRange, QosClass
 from shoal.v1 import inference_pb2, types_pb2
-from tests.support.fake_server import ENDLESS, WAIT_S, accepted, delta, finished
+from tests.support.fake_server import ENDLESS, accepted, delta, finished
+from tests.support.server_thread import WAIT_S
 from tests.unit.conftest import Serve
 
 HELLO_GENERATION = Generation(

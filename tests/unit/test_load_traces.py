@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadtest.traces import (
+    SHIPPED,
     Trace,
     TraceEntry,
     convert_mooncake,
@@ -18,7 +19,6 @@ from loadtest.traces import (
     make_trace,
     parse_trace,
     read_trace,
-    shipped_traces,
     write_trace,
 )
 from shoal.errors import ConfigError
@@ -207,7 +207,7 @@ class TestMooncake:
 
 class TestMaking:
     def test_the_shipped_trace_is_what_its_first_lines_say(self) -> None:
-        assert shipped_traces() == ("small",)
+        assert SHIPPED.names() == ("small",)
         text = files("loadtest").joinpath("data", "small.jsonl").read_text(encoding="utf-8")
         made = make_trace(7, num_conversations=24, rate_per_s=0.5, max_turns=4, block_tokens=8, max_input_tokens=256)
         assert format_trace(made) == text

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from loadtest.amounts import Amount, Shape, fixed
 from loadtest.plan import Slo
-from loadtest.workloads import DEFAULT_SLOS, Stream, Workload, load_workload, parse_workload, shipped_workloads
+from loadtest.workloads import DEFAULT_SLOS, SHIPPED, Stream, Workload, load_workload, parse_workload
 from shoal.errors import ConfigError
 from shoal.types import QosClass
 
@@ -29,8 +29,8 @@ def only_stream(text: str) -> Stream:
 
 class TestShipped:
     def test_all_shipped_workloads_are_found_and_named_as_their_files(self) -> None:
-        assert shipped_workloads() == ("batch", "chat", "mixed")
-        assert all(load_workload(name).name == name for name in shipped_workloads())
+        assert SHIPPED.names() == ("batch", "chat", "mixed")
+        assert all(load_workload(name).name == name for name in SHIPPED.names())
 
     def test_mixed_has_all_classes_and_two_tenants(self) -> None:
         streams = load_workload("mixed").streams
