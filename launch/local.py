@@ -15,12 +15,14 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, NoReturn, Self
 
 from launch.profiles import load_profile
+from modelstore.file_lock import exclusive_lock
 from shoal.client import Client
 from shoal.config import Config, OrchestratorConfig, WorkerConfig, options
 from shoal.errors import ConfigError, ConnectionFailed, DeadlineExceeded, LaunchFailed, NotReady, PlacementImpossible
@@ -100,6 +102,7 @@ class LocalFleet:
         port = config.port or _free_port(config.host)
         self.config = replace(config, port=port, expect_workers=len(devices))
         self.address = f"{_reachable(config.host)}:{port}"
+        self._lock = ExitStack()
         self.children: list[Child] = []
 
     @property
@@ -114,8 +117,10 @@ class LocalFleet:
     def start(self) -> None:
         """Start all processes at once: workers ask for the orchestrator until it answers.
 
-        Raises ConfigError if the port is taken.
+        Raises ConfigError if the port is taken, be it by another fleet of this home that does not listen yet: its devices
+        and this one's would take each other for their own.
         """
+        self._lock.enter_context(exclusive_lock(self.log_directory / "lock", self._fail_as_taken))
         _check_free(self.config.host, self.config.port)
         self._start_child(ORCHESTRATOR, [ORCHESTRATOR, *to_flags(self.config)])
         for worker_id, device in zip(self.worker_ids, self._devices, strict=True):
@@ -124,6 +129,13 @@ class LocalFleet:
                 config = replace(config, mode=device.mode)
             source = device.source or self._write_profile(worker_id, device.profile)
             self._start_child(worker_id, ["worker", f"--profile={source}", *to_flags(config)], device.profile)
+
+    def _fail_as_taken(self) -> NoReturn:
+        raise ConfigError(
+            f"another fleet of {self.config.home} starts on port {self.config.port}; choose another port, or 0 for any "
+            "that is free",
+            field="port",
+        )
 
     def _write_profile(self, worker_id: str, profile: DeviceProfile) -> Path:
         path = self.config.home / "devices" / worker_id / "profile.toml"
@@ -196,6 +208,7 @@ class LocalFleet:
                 child.process.wait()
                 _pipe_of(child).close()
             self.children.clear()
+            self._lock.close()
 
     def _end(self, children: list[Child], timeout_s: float) -> None:
         for child in children:
