@@ -6,16 +6,16 @@ long prompts can be encoded in another thread; `server` draws what is random and
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from modelstore.manifest import Manifest
 from orchestrator.core.qos import default_targets
-from orchestrator.core.sequence import QosTargets
+from orchestrator.core.sequence import DEFAULT_TENANT, QosTargets
 from orchestrator.core.sequence import Sequence as AnswerSequence
 from orchestrator.tokenizer import Tokenizer
 from shoal import rpc
+from shoal.config import MAX_TARGET_MS
 from shoal.errors import ContextExceeded, InvalidRequest, ModelNotFound
 from shoal.types import NumericClass, QosClass, SequenceId
 from shoal.v1 import inference_pb2
@@ -25,7 +25,6 @@ MAX_STOPS = 8
 MAX_STOP_CHARS = 256
 MAX_REQUEST_ID_CHARS = 128
 MAX_TENANT_CHARS = 64
-DEFAULT_TENANT = "default"
 # A slower stream would hold its slot for longer than anybody reads; a faster one than this is not slowed by anything.
 MIN_TOKENS_PER_S = 1.0
 MAX_TOKENS_PER_S = 1000.0
@@ -152,8 +151,9 @@ def _targets(request: inference_pb2.GenerateRequest, targets: QosTargets) -> Qos
 
 
 def _target_s(field: str, value_ms: float) -> float:
-    if not (math.isfinite(value_ms) and value_ms > 0):
-        raise InvalidRequest(field, f"{value_ms} is out of range; it must be a number of milliseconds above 0")
+    if not 0 < value_ms <= MAX_TARGET_MS:
+        allowed = f"a number of milliseconds above 0 and at most {MAX_TARGET_MS:g}"
+        raise InvalidRequest(field, f"{value_ms} is out of range; it must be {allowed}")
     return value_ms / 1e3
 
 

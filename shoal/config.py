@@ -20,6 +20,8 @@ from shoal.types import DeviceMode, QosClass
 
 DEFAULT_PORT = 50070
 MAX_PORT = 65535
+# An hour: more is no target of an answer.
+MAX_TARGET_MS = 3_600_000.0
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
@@ -88,7 +90,8 @@ class OrchestratorConfig:
         default=10.0, metadata=_help("Seconds running answers get to end after SIGTERM.", at_least=0)
     )
     lease_s: float = field(
-        default=5.0, metadata=_help("Seconds without a heartbeat after which a device is lost.", above=0)
+        default=5.0,
+        metadata=_help("Seconds without a heartbeat until a device is lost; frozen ones take two.", above=0),
     )
     heartbeat_s: float = field(default=1.0, metadata=_help("Seconds between a device's heartbeats.", above=0))
     burst_steps: int = field(
@@ -108,12 +111,14 @@ class OrchestratorConfig:
         default=1, metadata=_help("Pipelines to make of the devices not kept for latency.", at_least=1, at_most=64)
     )
     ttft_ms: float = field(
-        default=2000.0, metadata=_help("Time to first token that class balanced aims at, in milliseconds.", above=0)
+        default=2000.0,
+        metadata=_help("Milliseconds to the first token that class balanced aims at.", above=0, at_most=MAX_TARGET_MS),
     )
     inter_token_ms: float = field(
-        default=100.0, metadata=_help("Time between tokens that class balanced aims at, in milliseconds.", above=0)
+        default=100.0,
+        metadata=_help("Milliseconds between tokens that class balanced aims at.", above=0, at_most=MAX_TARGET_MS),
     )
-    chunk_tokens: int = field(default=64, metadata=_help("Most prompt tokens in one step.", at_least=2, at_most=4096))
+    chunk_tokens: int = field(default=64, metadata=_help("Most prompt tokens in one step.", at_least=8, at_most=4096))
 
     def __post_init__(self) -> None:
         _check_ranges(self)
@@ -255,6 +260,6 @@ def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
 
 
 def _range(at_least: float | None, above: float | None, at_most: float) -> str:
-    if math.isfinite(at_most):
-        return f"from {at_least} to {at_most}"
-    return f"{at_least} or more" if above is None else f"more than {above}"
+    if not math.isfinite(at_most):
+        return f"{at_least} or more" if above is None else f"more than {above}"
+    return f"from {at_least} to {at_most}" if above is None else f"more than {above} and at most {at_most:g}"

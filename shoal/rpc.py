@@ -134,7 +134,7 @@ def _error_from_code(code: grpc.StatusCode, details: str, address: str) -> Shoal
         case grpc.StatusCode.UNAVAILABLE:
             return ConnectionFailed(_unavailable_message(details, address))
         case grpc.StatusCode.DEADLINE_EXCEEDED:
-            return DeadlineExceeded(f"no complete answer from {address} within the time limit; allow more time")
+            return DeadlineExceeded(f"no complete answer from {address} before the deadline; allow more time")
         case grpc.StatusCode.CANCELLED if "locally cancelled" not in details.lower():
             return ConnectionFailed(
                 f"{address} ended the call: it is stopping, or has more calls than it can take; ask again later",

@@ -147,7 +147,8 @@ def read_battery() -> tuple[float | None, bool]:
     """Percent left in this machine's battery, None without one, and whether it is on mains power."""
     try:
         battery = psutil.sensors_battery()
-    except (OSError, NotImplementedError):
+    except (OSError, RuntimeError):
+        # No sensors here, or what they say makes no sense to the library.
         return None, False
     if battery is None:
         return None, False

@@ -66,10 +66,33 @@ def test_disks_radios_and_batteries_do_not_count() -> None:
     assert processor_temperature_c(chips(nvme=[80.0], iwlwifi_1=[70.0], battery=[45.0])) is None
 
 
-@pytest.mark.parametrize("value", [0.0, -273.2, 65535.0, float("nan")])
+@pytest.mark.parametrize("value", [0.0, 0.9, -273.2, 125.1, 65535.0, float("nan")])
 def test_a_sensor_without_a_value_does_not_count(value: float) -> None:
     assert processor_temperature_c(chips(coretemp=[value, 40.0])) == 40.0
     assert processor_temperature_c(chips(coretemp=[value])) is None
+
+
+@pytest.mark.parametrize("value", [1.0, 125.0])
+def test_a_sensor_may_be_as_cold_and_as_hot_as_chips_get(value: float) -> None:
+    assert processor_temperature_c(chips(coretemp=[value])) == value
+
+
+def test_a_machine_reports_what_its_sensors_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setattr(psutil, "sensors_temperatures", lambda: chips(coretemp=[50.0]), raising=False)
+    monkeypatch.setattr(psutil, "sensors_battery", lambda: Battery(55.5, True), raising=False)
+
+    telemetry = MachineTelemetry(now=0.0).read(now=0.0)
+
+    assert (telemetry.temperature_c, telemetry.battery_percent, telemetry.is_charging) == (50.0, 55.5, True)
+    assert (telemetry.cpu_load, telemetry.other_load) == (0.0, 0.0)
+
+
+def test_a_system_other_than_linux_is_not_asked_for_temperatures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.delattr(psutil, "sensors_temperatures", raising=False)
+
+    assert read_temperature_c() is None
 
 
 def test_a_machine_without_sensors_has_no_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +108,8 @@ def test_sensors_that_may_not_be_read_are_absent(monkeypatch: pytest.MonkeyPatch
 
     telemetry = MachineTelemetry(now=0.0).read(now=1.0)
 
-    assert (telemetry.temperature_c, telemetry.battery_percent, telemetry.other_load) == (None, None, 0.0)
+    assert (telemetry.temperature_c, telemetry.battery_percent, telemetry.is_charging) == (None, None, False)
+    assert telemetry.other_load == 0.0
 
 
 @pytest.mark.parametrize(
@@ -94,6 +118,8 @@ def test_sensors_that_may_not_be_read_are_absent(monkeypatch: pytest.MonkeyPatch
         (None, (None, False)),
         (Battery(55.5, False), (55.5, False)),
         (Battery(100.4, True), (100.0, True)),
+        (Battery(-1.0, False), (0.0, False)),
+        (Battery(0.5, False), (0.5, False)),
         (Battery(30.0, None), (30.0, False)),
     ],
 )
@@ -125,13 +151,24 @@ def test_what_a_worker_takes_itself_is_not_counted_as_other_programs(monkeypatch
     assert telemetry.other_load == pytest.approx(0.3)
 
 
-def test_reports_in_quick_succession_keep_the_load_of_the_latest_whole_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    loads = iter([0.0, 50.0, 100.0])
-    monkeypatch.setattr(psutil, "cpu_percent", lambda: next(loads))
-    monkeypatch.setattr(psutil.Process, "cpu_percent", lambda _: 0.0)
-    machine = MachineTelemetry(now=0.0)
+def test_where_the_number_of_processors_is_not_known_it_counts_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "cpu_count", lambda: None)
+    monkeypatch.setattr(psutil.Process, "cpu_percent", lambda _: 50.0)
 
-    assert [machine.read(now).other_load for now in (0.1, 1.0, 1.1, 1.4, 1.5)] == [0.0, 0.5, 0.5, 0.5, 1.0]
+    assert MachineTelemetry(now=0.0).read(now=1.0).cpu_load == 0.5
+
+
+def test_reports_in_quick_succession_keep_the_load_of_the_latest_whole_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What psutil says first is of no window, and both loads are asked for it."""
+    loads, ours = iter([70.0, 50.0, 100.0]), iter([70.0, 25.0, 50.0])
+    monkeypatch.setattr(psutil, "cpu_count", lambda: 1)
+    monkeypatch.setattr(psutil, "cpu_percent", lambda: next(loads))
+    monkeypatch.setattr(psutil.Process, "cpu_percent", lambda _: next(ours))
+    machine = MachineTelemetry(now=0.0)
+    seen = [machine.read(now) for now in (0.1, 1.0, 1.1, 1.4, 1.5)]
+
+    assert [one.cpu_load for one in seen] == [0.0, 0.25, 0.25, 0.25, 0.5]
+    assert [one.other_load for one in seen] == [0.0, 0.25, 0.25, 0.25, 0.5]
 
 
 def test_an_emulated_device_reports_its_models() -> None:
@@ -154,17 +191,22 @@ def test_an_emulated_device_is_loaded_by_what_it_worked_with_its_waits() -> None
     loads = [telemetry.read(100.1).cpu_load]
     device.begin(101.0)
     device.end(102.0)
-    loads += [telemetry.read(now).cpu_load for now in (104.0, 104.2, 105.0)]
+    loads += [telemetry.read(now).cpu_load for now in (104.0, 104.2, 104.0 + LOAD_WINDOW_S)]
 
     assert loads == [0.0, 0.25, 0.25, 0.0]
 
 
-def test_an_emulated_device_has_no_more_free_memory_than_its_budget_leaves() -> None:
+def test_an_emulated_device_has_no_more_free_memory_than_its_budget_and_this_machine_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    available = psutil.virtual_memory()._replace(available=1 << 33)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: available)
     _, roomy = make_emulated()
     _, full = make_emulated(memory_bytes=1)
     _, small = make_emulated(memory_bytes=psutil.Process().memory_info().rss + (1 << 30))
 
-    assert roomy.read(100.0).free_memory_bytes > 0
+    assert roomy.read(100.0).free_memory_bytes == 1 << 33
+    assert roomy.read(100.0).rss_bytes > 0
     assert full.read(100.0).free_memory_bytes == 0
     assert small.read(100.0).free_memory_bytes <= 1 << 30
 
