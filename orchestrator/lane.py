@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from orchestrator.core.batch import BatchRow, Emitted, SampledId
+from orchestrator.core.batch import Batch, BatchRow, Emitted, SampledId
 from orchestrator.core.routing import PipelineView, RouteRequest
 from orchestrator.core.scheduler import Scheduler
 from orchestrator.core.sequence import RunId, Sequence
@@ -118,22 +118,19 @@ class Lane:
     def send_all(self, now: float) -> None:
         """Send every batch that can be made now."""
         num_prefilled = 0
-        self._send_ended()
-        while (batch := self.scheduler.schedule(now)) is not None:
-            # Sequences that were preempted for this batch: their slots may be in it for others.
-            self._send_ended()
+        while (batch := self._next_batch(now)) is not None:
             num_prefilled += sum(row.num_tokens for row in batch.rows[batch.num_decode_rows :])
             self.pipeline.forward(batch, self._find)
-        # Preempted, but no batch came of it.
-        self._send_ended()
         if num_prefilled:
             self.prefill_rate.add(num_prefilled, now)
 
-    def _send_ended(self) -> None:
-        """Before any batch: the slots of ended runs may be in it for others."""
+    def _next_batch(self, now: float) -> Batch | None:
+        """Make a batch, and tell stages of all runs that have ended by then: their slots may be in it for others."""
+        batch = self.scheduler.schedule(now)
         ended = self.scheduler.take_ended()
         if ended:
             self.pipeline.cancel(ended)
+        return batch
 
     def _find(self, row: BatchRow) -> Sequence:
         sequence = self.scheduler.sequence_of(row.run_id)

@@ -72,7 +72,7 @@ class Pipeline:
     def forward(self, batch: Batch, find: Callable[[BatchRow], AnswerSequence]) -> None:
         """Send a batch to the first stage; `find` gives the sequence of a row that starts one."""
         self._steps[batch.step] = _TimedStep(
-            work=batch.work(self.limits),
+            work=batch.work,
             num_sampled=sum(row.is_sampled for row in batch.rows),
             is_decode=not batch.has_chunk,
             is_solo=batch.is_solo,

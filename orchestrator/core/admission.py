@@ -89,7 +89,7 @@ class Admission:
             sequence = next(iter(prompts.values()), None)
             if sequence is not None:
                 assert sequence.admitted_at is not None, sequence.story()
-                found.append((self._turns.rank(qos, sequence.admitted_at), sequence))
+                found.append((self._turns.rank(qos, sequence.admitted_at, sequence.targets.ttft_s), sequence))
             elif (sequence := self.queue.head(qos)) is not None:
                 found.append((self.queue.rank(qos), sequence))
         return sorted(found, key=lambda one: one[0])

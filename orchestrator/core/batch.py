@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from orchestrator.core.limits import STEP_TOKENS, Pace, SchedulerLimits
-from orchestrator.core.sequence import RunId
+from orchestrator.core.sequence import RunId, Sequence
 from orchestrator.core.step_time import StepTimes
 from shoal.types import FinishReason, SequenceId, SlotId
 
@@ -39,7 +39,8 @@ class BatchRow:
 class Batch:
     """The rows of one forward pass: decode rows first (num_decode_rows of them), then prefill chunks.
 
-    burst_steps: decode steps that the last stage may go on with after this one. is_solo: one row, computed alone.
+    burst_steps: decode steps that the last stage may go on with after this one. is_solo: one row, computed alone. work: what
+    it costs, in tokens of slots that hold nothing; of the first step of a burst.
     """
 
     step: int
@@ -47,6 +48,7 @@ class Batch:
     burst_steps: int
     is_solo: bool
     num_decode_rows: int
+    work: float
 
     @property
     def num_tokens(self) -> int:
@@ -60,10 +62,6 @@ class Batch:
     def num_steps(self) -> int:
         """Decode steps that it counts for where steps are limited."""
         return -(-self.num_tokens // STEP_TOKENS) if self.has_chunk else 1
-
-    def work(self, limits: SchedulerLimits) -> float:
-        """What it costs, in tokens of slots that hold nothing; of the first step of a burst."""
-        return sum(limits.work_of(row.num_tokens, row.position) for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +95,14 @@ class InFlight:
     """
 
     def __init__(self, limits: SchedulerLimits, times: StepTimes) -> None:
-        self._limits = limits
         self._num_stages = limits.num_stages
         self._times = times
         self._batches: dict[int, Batch] = {}
-        self._work: dict[int, float] = {}
         self._num_with_rows = 0
         self._last_at = float("-inf")
         self._last_steps = 0
+        # So many went alone, one after the other, before the next one.
+        self.num_solo = 0
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -127,28 +125,27 @@ class InFlight:
 
     def busy_s(self) -> float:
         """What all of them take at the slowest stage."""
-        return sum(map(self._times.bottleneck_s, self._work.values()))
+        return sum(self._times.bottleneck_s(batch.work) for batch in self._batches.values())
 
     def next_at(self, pace: Pace) -> float:
         """When the pace allows the next one; in the past if it does already."""
-        return self._last_at + self._last_steps / pace.steps_per_s if pace.steps_per_s else float("-inf")
+        return self._last_at + self._last_steps * pace.period_s
 
     def get(self, step: int) -> Batch | None:
         return self._batches.get(step)
 
     def add(self, batch: Batch, now: float) -> None:
         self._batches[batch.step] = batch
-        self._work[batch.step] = batch.work(self._limits)
         self._num_with_rows += batch.num_decode_rows > 0
         self._last_at, self._last_steps = now, batch.num_steps
+        self.num_solo = self.num_solo + 1 if batch.is_solo else 0
 
     def close(self, batch: Batch) -> None:
-        del self._batches[batch.step], self._work[batch.step]
+        del self._batches[batch.step]
         self._num_with_rows -= batch.num_decode_rows > 0
 
     def clear(self) -> None:
         self._batches.clear()
-        self._work.clear()
         self._num_with_rows = 0
 
     def sampled(self) -> list[RunId]:
@@ -159,6 +156,24 @@ class InFlight:
         assert len(self._batches) <= self._num_stages + 1
         assert self._num_with_rows == sum(batch.num_decode_rows > 0 for batch in self._batches.values())
         assert self._num_with_rows <= self._num_stages
+
+
+def decode_row(sequence: Sequence) -> BatchRow:
+    """Make the row of the next token of a decoding sequence."""
+    assert sequence.run_id is not None, sequence.story()
+    assert sequence.slot is not None, sequence.story()
+    position, token_id = sequence.next_input()
+    return BatchRow(sequence.run_id, sequence.slot, position, 1, (token_id,), True, False)
+
+
+def chunk_row(sequence: Sequence, num_tokens: int) -> BatchRow:
+    """Make the row of the next num_tokens tokens of a prompt."""
+    assert sequence.run_id is not None, sequence.story()
+    assert sequence.slot is not None, sequence.story()
+    start = sequence.num_dispatched
+    token_ids = sequence.prompt_token_ids[start : start + num_tokens]
+    is_last = num_tokens == sequence.num_prompt_left
+    return BatchRow(sequence.run_id, sequence.slot, start, num_tokens, token_ids, is_last, start == 0)
 
 
 def chunk_size(num_left: int, room: int) -> int:

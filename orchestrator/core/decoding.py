@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
 
-from orchestrator.core.limits import PREFILL_ROOM_TOKENS, STEP_TOKENS, Pace, SchedulerLimits
+from orchestrator.core.limits import PREFILL_ROOM_TOKENS, Pace, SchedulerLimits
 from orchestrator.core.qos import CLASSES, PATIENCE_S, PRIORITY
 from orchestrator.core.sequence import RunId, Sequence
 from orchestrator.core.step_time import StepTimes
@@ -27,12 +27,8 @@ GAP_SLACK = 1.25
 # How long a row may be held for the sake of higher classes: for as long as its class aims at by default, or, without an
 # aim, long enough to spare others a step in ten and short enough that a reader sees it go on.
 HELD_S = {QosClass.LATENCY: 0.0, QosClass.BALANCED: 0.1, QosClass.THROUGHPUT: 1.0}
-# Where more wait for their first token than get further ones, the former weigh more: up to this many times the gap.
-MAX_CROWD = 4.0
 # Kernels take one row as if it were two.
 LEAST_ROWS = 2
-# What a prompt gets on by at least, whatever the target: more would be a large part of a step of few rows.
-MIN_CHUNK_TOKENS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +101,7 @@ class Decoding:
         self._parked: dict[RunId, Sequence] = {}
         self._park_ends: list[tuple[float, RunId]] = []
         self._replaying: set[RunId] = set()
-        # Tokens held by each, as of when it last became ready, and their sum.
-        self._held: dict[RunId, int] = {}
+        # Tokens in the slots of all.
         self._num_held = 0
         self._num_paced = 0
         # How many ask for which time between tokens.
@@ -126,11 +121,6 @@ class Decoding:
         return max(most * self.max_rows // self._limits.max_batch, 2 * PREFILL_ROOM_TOKENS)
 
     @property
-    def is_urgent(self) -> bool:
-        """Whether anybody who decodes has a target for the time between tokens."""
-        return any(self._targets.values())
-
-    @property
     def can_burst(self) -> bool:
         """Whether nobody has to be looked at before each of its steps."""
         return not self._replaying and self._num_paced == 0 and not self.pace.steps_per_s
@@ -140,7 +130,7 @@ class Decoding:
         assert sequence.run_id is not None, sequence.story()
         self.num_decoding += 1
         self._line_of(sequence).num_decoding += 1
-        self._note_held(sequence)
+        self._num_held += sequence.num_computed
         self._num_paced += sequence.is_paced
         if sequence.num_to_replay:
             self._replaying.add(sequence.run_id)
@@ -153,7 +143,7 @@ class Decoding:
         line = self._line_of(sequence)
         self.num_decoding -= 1
         line.num_decoding -= 1
-        self._num_held -= self._held.pop(sequence.run_id)
+        self._num_held -= sequence.num_computed
         line.ready.pop(sequence.run_id, None)
         self._num_paced -= sequence.is_paced
         self._replaying.discard(sequence.run_id)
@@ -164,15 +154,16 @@ class Decoding:
             if counts[target_s] == 0:
                 del counts[target_s]
 
-    def caught_up(self, sequence: Sequence) -> None:
-        """Note that a sequence has computed again all that was known of its answer."""
+    def took_token(self, sequence: Sequence) -> None:
+        """Note that a sequence has one more token computed: a new one, or one that was known of its answer."""
         assert sequence.run_id is not None, sequence.story()
-        self._replaying.discard(sequence.run_id)
+        self._num_held += 1
+        if sequence.num_to_replay == 0:
+            self._replaying.discard(sequence.run_id)
 
     def put_back(self, sequence: Sequence, now: float) -> None:
         """Take back a sequence that no batch carries any more: it is ready, or parked until its next token is due."""
         assert sequence.run_id is not None, sequence.story()
-        self._note_held(sequence)
         if sequence.is_paced and not sequence.num_to_replay and sequence.next_token_at > now:
             self._parked[sequence.run_id] = sequence
             heapq.heappush(self._park_ends, (sequence.next_token_at, sequence.run_id))
@@ -230,75 +221,14 @@ class Decoding:
         most = self.chunk_tokens
         if self._limits.mode is DeviceMode.LATENCY and qos is not QosClass.LATENCY:
             most = 0 if moment.has_latency else BORROWED_ROWS
-        target_s = self._strictest_s(higher)
+        target_s = self.strictest_s(higher)
         if target_s is None:
             return most
         budget_s = max(target_s, GAP_SLACK * self.gap_s(higher))
-        left_s = budget_s - moment.busy_s - self._solo_part_s(higher)
+        left_s = budget_s - moment.busy_s - self.solo_part_s(higher)
         return min(most, int(self._times.work_within(budget_s, left_s) / self._row_work))
 
-    def prompt_room(self, num_rows: int, position: int, moment: Moment) -> int:
-        """How many prompt tokens, the first of them at `position`, may join num_rows decode rows; 0: they go without any.
-
-        No running stream is to be stalled, and prompts always get on: if nothing else, with one small chunk at a time.
-        """
-        room = self.chunk_tokens - num_rows
-        if self.pace.steps_per_s and self.num_decoding:
-            # Beyond that, a batch counts for two steps and streams wait for twice as long.
-            room = min(room, max(STEP_TOKENS - num_rows, MIN_CHUNK_TOKENS))
-        target_s = self._strictest_s(CLASSES)
-        if target_s is None:
-            return room
-        batches, solo_s = self._batches_of_round(num_rows, moment), self._solo_part_s(CLASSES)
-        crowd = min(max(moment.num_prompts / max(self.num_decoding, 1), 1.0), MAX_CROWD)
-        budget_s = crowd * max(target_s, GAP_SLACK * self._round_s(batches, solo_s))
-        is_apart = self._is_apart(batches, position, budget_s, budget_s - solo_s)
-        if num_rows == 0 and not moment.num_soon_back == len(moment.rows_in_flight) > 0:
-            # There is nothing to join, or not before a burst ends.
-            is_apart = True
-        if is_apart == (num_rows > 0):
-            return 0
-        if is_apart:
-            # Chunks that are under way already are part of the round, too.
-            in_flight_s = moment.busy_s - self._rows_s(Counter(moment.rows_in_flight))
-            num_tokens = self._tokens_apart(batches, position, budget_s, budget_s - solo_s - in_flight_s)
-        else:
-            left_s = min((budget_s - solo_s) / max(batches.total(), 1), budget_s - moment.busy_s)
-            num_tokens = self._tokens_beside(num_rows, position, budget_s, left_s)
-        if num_tokens < MIN_CHUNK_TOKENS:
-            return 0 if moment.has_chunk_in_flight else MIN_CHUNK_TOKENS
-        return min(room, num_tokens)
-
-    def _is_apart(self, batches: Counter[int], position: int, budget_s: float, round_s: float) -> bool:
-        """Whether prompts get on better in passes of their own than beside rows.
-
-        Beside rows they lengthen the way of these through all stages; apart, a stage works on others meanwhile.
-        """
-        if self._limits.num_stages == 1 or not batches:
-            return False
-        most, rows_s = max(batches), self._rows_s(batches)
-        beside = self._tokens_beside(most, position, budget_s, round_s / batches.total()) * batches.total()
-        apart = self._tokens_apart(batches, position, budget_s, round_s)
-        if max(beside, apart) >= MIN_CHUNK_TOKENS:
-            return apart > beside
-        times, chunk = self._times, self._limits.work_of(MIN_CHUNK_TOKENS, position)
-        row_s, joined = times.bottleneck_s(self.work_of_rows(most)), self.work_of_rows(most) + chunk
-        beside_s = max(rows_s - row_s + times.bottleneck_s(joined), times.latency_s(joined))
-        apart_s = max(rows_s + times.bottleneck_s(chunk), times.latency_s(chunk))
-        return apart_s < beside_s
-
-    def _tokens_beside(self, num_rows: int, position: int, latency_s: float, left_s: float) -> int:
-        """Prompt tokens for a batch with rows, which takes at most latency_s in all and at each stage at most left_s."""
-        work = self._times.work_within(latency_s, left_s) - self.work_of_rows(num_rows)
-        return self._limits.tokens_of(work, position)
-
-    def _tokens_apart(self, batches: Counter[int], position: int, budget_s: float, round_s: float) -> int:
-        """Prompt tokens for a pass beside such batches, which take their part of round_s at each stage."""
-        # Rows that come right behind it wait at each stage until it has left.
-        work = self._times.work_within(budget_s, round_s - self._rows_s(batches))
-        return self._limits.tokens_of(work, position)
-
-    def _rows_s(self, batches: Mapping[int, int]) -> float:
+    def rows_s(self, batches: Mapping[int, int]) -> float:
         """What batches of so many rows take one after the other at the slowest stage."""
         return sum(count * self._times.bottleneck_s(self.work_of_rows(rows)) for rows, count in batches.items())
 
@@ -312,9 +242,9 @@ class Decoding:
 
     @property
     def _row_work(self) -> float:
-        return self._limits.work_of(1, self._num_held / self.num_decoding) if self._held else 1.0
+        return self._limits.work_of(1, self._num_held / max(self.num_decoding, 1))
 
-    def _batches_of_round(self, num_rows: int, moment: Moment) -> Counter[int]:
+    def batches_of_round(self, num_rows: int, moment: Moment) -> Counter[int]:
         """How many batches have how many rows until all that decode have had their turn, with those in flight."""
         num_ready = sum(len(line.ready) for line in self._shared)
         batches = Counter((*moment.rows_in_flight, num_rows, num_ready % self.max_rows))
@@ -322,18 +252,20 @@ class Decoding:
         del batches[0]
         return +batches
 
+    def usual_batches(self) -> Counter[int]:
+        """How many batches have how many rows in a round, if none is in flight or ready at another's time."""
+        num_rows, num_batches = self._round(_num_decoding(self._shared))
+        return +Counter({num_rows: num_batches})
+
     def gap_s(self, classes: Iterable[QosClass] = CLASSES, num_more: int = 0) -> float:
         """Predict the time between two tokens of each stream if the decoding of these classes, and num_more, are alone."""
         num_rows, num_batches = self._round(_num_decoding(self._shared, classes) + num_more)
-        return self._round_s({num_rows: num_batches}, self._solo_part_s(classes))
+        return self.round_s({num_rows: num_batches}, self.solo_part_s(classes))
 
-    def _round_s(self, batches: Mapping[int, int], solo_s: float) -> float:
+    def round_s(self, batches: Mapping[int, int], solo_s: float) -> float:
         """The time of a round: so many batches with so many rows, and SOLO rows beside them."""
         passes_s = [self.pass_s(num_rows) for num_rows, count in batches.items() if count]
-        return max([self._rows_s(batches) + solo_s, self._times.solo_s() if solo_s else 0.0, *passes_s])
-
-    def rows_per_batch(self) -> int:
-        return self._round(_num_decoding(self._shared))[0]
+        return max([self.rows_s(batches) + solo_s, self._times.solo_s() if solo_s else 0.0, *passes_s])
 
     def _round(self, num_shared: int) -> tuple[int, int]:
         """The rows of a batch, and the batches until each of num_shared rows has had its turn."""
@@ -342,21 +274,15 @@ class Decoding:
         num_rows = min(self._even_rows(num_shared), num_shared)
         return num_rows, -(-num_shared // num_rows)
 
-    def _strictest_s(self, classes: Iterable[QosClass]) -> float | None:
+    def strictest_s(self, classes: Iterable[QosClass] = CLASSES) -> float | None:
         """The shortest time between tokens that these classes are to have; None if nobody cares, or nothing is known."""
         if not self._times.is_known:
             return None
         return min((min(self._targets[qos]) for qos in classes if self._targets[qos]), default=None)
 
-    def _solo_part_s(self, classes: Iterable[QosClass]) -> float:
+    def solo_part_s(self, classes: Iterable[QosClass] = CLASSES) -> float:
         """What SOLO rows take of a round; stages work on several at once."""
         return _num_decoding(self._solo, classes) * self._times.solo_s() / self._limits.num_stages
-
-    def _note_held(self, sequence: Sequence) -> None:
-        assert sequence.run_id is not None, sequence.story()
-        num_held = len(sequence.prompt_token_ids) + len(sequence.output_token_ids) - sequence.num_to_replay
-        self._num_held += num_held - self._held.get(sequence.run_id, 0)
-        self._held[sequence.run_id] = num_held
 
     def _line_of(self, sequence: Sequence) -> _Line:
         return self._lines[sequence.numeric, sequence.qos]
@@ -403,8 +329,7 @@ class Decoding:
             assert numbers == sorted(numbers)
             assert line.num_decoding == sum(one.numeric is numeric and one.qos is qos for one in decoding)
         assert self.num_decoding == len(decoding)
-        assert set(self._held) == {one.run_id for one in decoding}
-        assert self._num_held == sum(self._held.values())
+        assert self._num_held == sum(one.num_computed for one in decoding)
         for qos, counts in self._targets.items():
             targets = [one.targets.inter_token_s for one in decoding if one.qos is qos]
             assert counts == {one: targets.count(one) for one in targets if one is not None}

@@ -7,8 +7,9 @@ step times know; nothing walks over sequences.
 from __future__ import annotations
 
 from orchestrator.core.admission import MAX_RETRY_AFTER_S, MIN_RETRY_AFTER_S, Admission
-from orchestrator.core.decoding import MIN_CHUNK_TOKENS, Decoding, Moment
-from orchestrator.core.limits import STEP_TOKENS, SchedulerLimits
+from orchestrator.core.decoding import Decoding, Moment
+from orchestrator.core.limits import STEP_TOKENS
+from orchestrator.core.prompts import Prompts
 from orchestrator.core.sequence import Sequence
 from orchestrator.core.step_time import Prediction, StepTimes
 from shoal.errors import DeadlineUnmeetable
@@ -18,33 +19,24 @@ from shoal.types import QosClass
 class Forecast:
     """Reads what the scheduler's parts know."""
 
-    def __init__(self, limits: SchedulerLimits, times: StepTimes, admission: Admission, decoding: Decoding) -> None:
-        self._limits = limits
+    def __init__(self, times: StepTimes, admission: Admission, decoding: Decoding, prompts: Prompts) -> None:
         self._times = times
         self._admission = admission
         self._decoding = decoding
+        self._prompts = prompts
 
     def predict(self, num_prompt: int, qos: QosClass, moment: Moment) -> Prediction:
         """Assume that things go on as they are: the same rows, the same chunks, ends as often as before."""
-        num_rows, middle = self._decoding.rows_per_batch(), num_prompt // 2
-        num_tokens = max(
-            self._decoding.prompt_room(num_rows, middle, moment),
-            self._decoding.prompt_room(0, middle, moment),
-            MIN_CHUNK_TOKENS,
-        )
-        rows = self._decoding.work_of_rows(num_rows)
-        token_s = self._times.bottleneck_s(rows + self._limits.work_of(num_tokens, middle)) / num_tokens
-        inter_token_s = self._decoding.gap_s(num_more=1 + moment.num_prompts)
-        steps_per_s = self._decoding.pace.steps_per_s
-        if steps_per_s:
-            token_s = max(token_s, 1 / (STEP_TOKENS * steps_per_s))
-            inter_token_s = max(inter_token_s, 1 / steps_per_s)
+        prompts = self._prompts.pace(num_prompt // 2, moment.num_prompts)
+        period_s = self._decoding.pace.period_s
+        token_s = max(prompts.period_s / prompts.num_tokens, period_s / STEP_TOKENS)
         ahead = self._admission.num_prompt_left + self._admission.queue.num_tokens_before(qos)
-        first_chunk = min(num_prompt, num_tokens)
+        last_chunk = min(num_prompt, prompts.num_tokens)
+        last_s = self._prompts.pass_s(prompts.num_rows, last_chunk, num_prompt - last_chunk)
         return Prediction(
             queue_s=ahead * token_s + self._admission.slot_wait_s(qos, moment.now),
-            prefill_s=(num_prompt - first_chunk) * token_s + self._times.latency_s(rows + first_chunk),
-            inter_token_s=inter_token_s,
+            prefill_s=(num_prompt - last_chunk) * token_s + last_s,
+            inter_token_s=max(self._decoding.gap_s(num_more=1 + moment.num_prompts), period_s),
         )
 
     def check_deadline(self, sequence: Sequence, max_tokens: int, moment: Moment) -> None:
@@ -56,8 +48,7 @@ class Forecast:
         num_certain = 1 if sequence.stop_ids else max_tokens
         need_s = prediction.answer_s(num_certain, sequence.period_s)
         # What the client itself or a limited device prescribes is known before anything is measured.
-        steps_per_s = self._decoding.pace.steps_per_s
-        sure_s = (num_certain - 1) * max(sequence.period_s, 1 / steps_per_s if steps_per_s else 0.0)
+        sure_s = (num_certain - 1) * max(sequence.period_s, self._decoding.pace.period_s)
         what = "the first token" if sequence.stop_ids else f"all {max_tokens} tokens"
         if left_s > sure_s and (need_s <= left_s or not self._times.is_known):
             return

@@ -178,9 +178,11 @@ def _id(worker: Worker) -> WorkerId:
 def _with_ids_kept(placements: Sequence[Placement], in_force: Sequence[Placement]) -> tuple[Placement, ...]:
     """Give placements that are in force their ids back: nothing has to be loaded again for them."""
     known = {_content(placement): placement for placement in in_force}
-    kept = [known[_content(one)] for one in placements if _content(one) in known]
-    fresh = iter(_numbered([one for one in placements if _content(one) not in known], kept))
-    return tuple(known[_content(one)] if _content(one) in known else next(fresh) for one in placements)
+    kept = [known.get(_content(placement)) for placement in placements]
+    free = _free_ids({old.pipeline_id for old in kept if old is not None})
+    return tuple(
+        replace(new, pipeline_id=next(free)) if old is None else old for new, old in zip(placements, kept, strict=True)
+    )
 
 
 def _content(placement: Placement) -> Placement:

@@ -6,6 +6,7 @@ the moment: that is the scheduler's, which reads it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from orchestrator.core.slots import PAGE_TOKENS, round_down_to_page
@@ -32,7 +33,7 @@ class SchedulerLimits:
     requests of one tenant. burst_steps: decode steps of one grant, the first included. min_rows: batches are not made
     smaller than this unless stages would be idle. mode: whom the pipeline is for. stage_costs: what each stage is expected
     to take before it is measured, 1 being the whole model at speed 1; empty: equal parts. attention_tokens: with so many
-    tokens held, the attention of a token costs as much as all else of it; 0: attention is not counted.
+    tokens held, the attention of a token costs as much as all else of it; by default it costs nothing.
     """
 
     num_stages: int
@@ -46,7 +47,7 @@ class SchedulerLimits:
     min_rows: int = 4
     mode: DeviceMode = DeviceMode.MIXED
     stage_costs: tuple[float, ...] = ()
-    attention_tokens: float = 0.0
+    attention_tokens: float = math.inf
 
     def __post_init__(self) -> None:
         checks = (
@@ -60,7 +61,7 @@ class SchedulerLimits:
             ("max_waiting", self.max_waiting, 1),
             ("burst_steps", self.burst_steps, 1),
             ("min_rows", self.min_rows, 1),
-            ("attention_tokens", self.attention_tokens, 0),
+            ("attention_tokens", self.attention_tokens, 1),
         )
         for name, value, minimum in checks:
             if value < minimum:
@@ -68,14 +69,10 @@ class SchedulerLimits:
 
     def work_of(self, num_tokens: float, position: float) -> float:
         """What tokens at a position cost, in tokens of a slot that holds nothing yet."""
-        if not self.attention_tokens:
-            return num_tokens
         return num_tokens + (num_tokens + KV_READ_TOKENS) * position / self.attention_tokens
 
     def tokens_of(self, work: float, position: float) -> int:
         """How many tokens at a position cost no more than that."""
-        if not self.attention_tokens:
-            return max(int(work), 0)
         share = position / self.attention_tokens
         return max(int((work - KV_READ_TOKENS * share) / (1 + share)), 0)
 
@@ -117,3 +114,8 @@ class Pace:
     def __post_init__(self) -> None:
         assert self.max_batch >= 1, f"a pace must let something run: {self}"
         assert self.steps_per_s >= 0, f"steps per second cannot be negative: {self}"
+
+    @property
+    def period_s(self) -> float:
+        """The least time between two decode steps."""
+        return 1 / self.steps_per_s if self.steps_per_s else 0.0

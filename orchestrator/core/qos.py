@@ -54,8 +54,13 @@ class ClassTurns:
     def served(self, qos: QosClass, now: float) -> None:
         self._served_at[qos] = now
 
-    def rank(self, qos: QosClass, oldest_at: float) -> float:
-        return max(self._served_at[qos], oldest_at) + PATIENCE_S[qos]
+    def rank(self, qos: QosClass, oldest_at: float, ttft_s: float | None = None) -> float:
+        """ttft_s: what the oldest asks for; its patience is at its end with it, if that is sooner."""
+        return max(self._served_at[qos], oldest_at) + _patience_s(qos, ttft_s)
+
+
+def _patience_s(qos: QosClass, ttft_s: float | None) -> float:
+    return PATIENCE_S[qos] if ttft_s is None else min(PATIENCE_S[qos], ttft_s)
 
 
 class _InOrder:
@@ -155,7 +160,8 @@ class WaitingQueue:
 
     def rank(self, qos: QosClass) -> float:
         """See ClassTurns; the class must have somebody waiting."""
-        return self._turns.rank(qos, self._lines[qos].in_order.first().arrived_at)
+        oldest = self._lines[qos].in_order.first()
+        return self._turns.rank(qos, oldest.arrived_at, oldest.targets.ttft_s)
 
     def num_of(self, qos: QosClass) -> int:
         return len(self._lines[qos].in_order)
@@ -177,7 +183,7 @@ class WaitingQueue:
         for line in self._lines.values():
             longest = islice(line.in_order.fresh.values(), at_most)
             found += takewhile(lambda one: one.queued_at <= at, longest)
-        return sorted(found, key=lambda one: one.arrived_at + PATIENCE_S[one.qos])[:at_most]
+        return sorted(found, key=lambda one: one.arrived_at + _patience_s(one.qos, one.targets.ttft_s))[:at_most]
 
     def check_invariants(self) -> None:
         assert self._num == sum(len(line.in_order) for line in self._lines.values())

@@ -80,9 +80,8 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """candidates: the best first, those ruled out last. reason: what made a decision necessary. None: nobody can take it."""
+    """candidates: the best first, those ruled out last. reason: what made a decision necessary."""
 
-    pipeline_id: PipelineId | None
     candidates: tuple[Candidate, ...]
     reason: str
 
@@ -90,6 +89,11 @@ class Decision:
     def ranking(self) -> tuple[PipelineId, ...]:
         """Those that can take it, the best first."""
         return tuple(one.pipeline_id for one in self.candidates if not one.ruled_out)
+
+    @property
+    def pipeline_id(self) -> PipelineId | None:
+        """The chosen one; None if nobody can take it."""
+        return next(iter(self.ranking), None)
 
 
 def route(request: RouteRequest, views: Sequence[PipelineView], reason: str = "arrived") -> Decision:
@@ -122,9 +126,7 @@ def _decide(
         return bool(one.ruled_out), not _is_dedicated(request, view), one.score_s, *ties
 
     weighed = [(view, _candidate(request, view, ruled_out.get(view.pipeline_id, ""))) for view in views]
-    candidates = tuple(one for _, one in sorted(weighed, key=rank))
-    is_possible = bool(candidates) and not candidates[0].ruled_out
-    return Decision(candidates[0].pipeline_id if is_possible else None, candidates, reason)
+    return Decision(tuple(one for _, one in sorted(weighed, key=rank)), reason)
 
 
 def _is_dedicated(request: RouteRequest, view: PipelineView) -> bool:
@@ -190,12 +192,11 @@ def _too_small(request: RouteRequest, views: Sequence[PipelineView]) -> dict[Pip
 
 def _kept(request: RouteRequest, views: Sequence[PipelineView]) -> dict[PipelineId, str]:
     """Latency pipelines are not for other classes, unless there is nothing else that could hold the request."""
-    kept = [view for view in views if view.mode is DeviceMode.LATENCY]
     unfit = _too_small(request, views)
     has_others = any(view.mode is not DeviceMode.LATENCY and view.pipeline_id not in unfit for view in views)
     if request.qos is QosClass.LATENCY or not has_others:
         return {}
-    return {view.pipeline_id: "kept for class latency" for view in kept}
+    return {view.pipeline_id: "kept for class latency" for view in views if view.mode is DeviceMode.LATENCY}
 
 
 def _lent(request: RouteRequest, views: Sequence[PipelineView]) -> dict[PipelineId, str]:

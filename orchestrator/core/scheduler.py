@@ -19,11 +19,14 @@ from orchestrator.core.batch import (
     EndedSequence,
     InFlight,
     SampledId,
+    chunk_row,
     chunk_size,
+    decode_row,
 )
 from orchestrator.core.decoding import Decoding, Moment
 from orchestrator.core.forecast import Forecast
 from orchestrator.core.limits import Pace, SchedulerLimits
+from orchestrator.core.prompts import Prompts
 from orchestrator.core.qos import outranks
 from orchestrator.core.sequence import RunId, Sequence, SequenceState
 from orchestrator.core.step_time import Prediction, StepTimes, StepTiming
@@ -31,13 +34,14 @@ from orchestrator.core.tenants import TenantLedger
 from shoal.errors import ContextExceeded
 from shoal.types import DeviceMode, FinishReason, NumericClass, QosClass, SequenceId
 
-# With more streams than this, bursts are short unless nobody cares for gaps: who comes new waits for their end, and they
-# gain less. They still spare each micro-batch the way through the orchestrator, which is a bubble where stages are about
-# equally fast.
+# With more streams than this, bursts are short: who comes new waits for their end, and they gain less. They still spare each
+# micro-batch the way through the orchestrator, which is a bubble where stages are about equally fast.
 FEW_SEQUENCES = 2
 SHORT_BURST_STEPS = 4
 # Longer bursts are limited by time: a prompt that must not stall their rows has to wait for their end.
 MAX_BURST_S = 0.35
+# Where steps are rationed, so many rows that go alone may follow each other while a prompt waits for its patience to end.
+MAX_SOLO_STEPS = 3
 # On a pipeline for class LATENCY, prompt tokens of other classes in a batch.
 BORROWED_CHUNK_TOKENS = 16
 # No more requests than this are offered to other pipelines at once.
@@ -63,7 +67,8 @@ class Scheduler:
         self.times = StepTimes(limits.num_stages, limits.stage_costs)
         self._admission = Admission(limits, TenantLedger() if ledger is None else ledger)
         self._decoding = Decoding(limits, self.times)
-        self._forecast = Forecast(limits, self.times, self._admission, self._decoding)
+        self._prompts = Prompts(limits, self.times, self._decoding)
+        self._forecast = Forecast(self.times, self._admission, self._decoding, self._prompts)
         self._sequences: dict[SequenceId, Sequence] = {}
         # In order of admission.
         self._runs: dict[RunId, Sequence] = {}
@@ -196,15 +201,18 @@ class Scheduler:
         if not self._in_flight.has_credit or now < self._in_flight.next_at(self.pace):
             return None
         moment = self._moment(now)
-        decoding = self._decoding.take(moment) if self._in_flight.has_decode_credit else []
+        chunks = self._take_chunks(0, moment) if self._is_turn_of_prompts(now) else []
+        decoding = self._decoding.take(moment) if self._in_flight.has_decode_credit and not chunks else []
         is_solo = bool(decoding) and decoding[0].numeric is NumericClass.SOLO
         burst_steps = self._burst_steps(decoding)
-        chunks = [] if is_solo else self._take_chunks(len(decoding), moment)
+        if not chunks and not is_solo:
+            chunks = self._take_chunks(len(decoding), moment)
         # Without those whose slot was taken for a chunk.
-        rows = [_decode_row(sequence) for sequence in decoding if sequence.state is SequenceState.DECODE]
+        rows = [decode_row(sequence) for sequence in decoding if sequence.state is SequenceState.DECODE]
         if not rows and not chunks:
             return None
-        batch = Batch(self._next_step, (*rows, *chunks), burst_steps, is_solo, len(rows))
+        work = sum(self.limits.work_of(row.num_tokens, row.position) for row in (*rows, *chunks))
+        batch = Batch(self._next_step, (*rows, *chunks), burst_steps, is_solo, len(rows), work)
         self._next_step += 1
         self._in_flight.add(batch, now)
         return batch
@@ -286,15 +294,23 @@ class Scheduler:
             num_soon_back=sum(batch.burst_steps == 0 for batch in shared),
         )
 
+    def _is_turn_of_prompts(self, now: float) -> bool:
+        """Whether prompts go next because SOLO rows, which none can join, would take all of the steps that are allowed."""
+        if not (self.pace.steps_per_s and self._in_flight.num_solo):
+            return False
+        in_turn = self._admission.prompts_in_turn()
+        return bool(in_turn) and (self._in_flight.num_solo >= MAX_SOLO_STEPS or in_turn[0][0] <= now)
+
     def _burst_steps(self, decoding: Seq[Sequence]) -> int:
         """Further steps to grant: none while anything else wants its turn at step boundaries."""
         has_prefill = self.num_running > self._decoding.num_decoding
         if not decoding or self.num_waiting or has_prefill or not self._decoding.can_burst:
             return 0
-        is_few = self.num_running <= FEW_SEQUENCES
-        most = self.limits.burst_steps if is_few else SHORT_BURST_STEPS
-        if self.times.is_known and (is_few or not self._decoding.is_urgent):
-            most = max(int(MAX_BURST_S / self._decoding.pass_s(len(decoding))), SHORT_BURST_STEPS)
+        most = SHORT_BURST_STEPS
+        if self.num_running <= FEW_SEQUENCES:
+            most = self.limits.burst_steps
+            if self.times.is_known:
+                most = max(int(MAX_BURST_S / self._decoding.pass_s(len(decoding))), SHORT_BURST_STEPS)
         return min(most, self.limits.burst_steps, *(sequence.num_output_left for sequence in decoding)) - 1
 
     def _take_chunks(self, num_rows: int, moment: Moment) -> list[BatchRow]:
@@ -302,10 +318,11 @@ class Scheduler:
         rows: list[BatchRow] = []
         if not (self._admission.num_prompt_left or self.num_waiting):
             return rows
-        room = self._decoding.prompt_room(num_rows, self._admission.prompt_position(), moment)
+        room = self._prompts.room(num_rows, self._admission.prompt_position(), moment)
         while room > 0 and (found := self._next_chunk(room, not rows, moment)) is not None:
             sequence, num_tokens = found
-            rows.append(self._take_chunk(sequence, num_tokens, moment.now))
+            rows.append(chunk_row(sequence, num_tokens))
+            self._admission.dispatch(sequence, num_tokens, moment.now)
             room -= num_tokens
             if sequence.num_prompt_left:
                 break
@@ -377,15 +394,6 @@ class Scheduler:
         self._ended.append(EndedSequence(sequence.run_id, sequence.slot))
         del self._runs[sequence.run_id]
 
-    def _take_chunk(self, sequence: Sequence, num_tokens: int, now: float) -> BatchRow:
-        assert sequence.run_id is not None, sequence.story()
-        assert sequence.slot is not None, sequence.story()
-        start = sequence.num_dispatched
-        self._admission.dispatch(sequence, num_tokens, now)
-        token_ids = sequence.prompt_token_ids[start : start + num_tokens]
-        is_last = sequence.num_prompt_left == 0
-        return BatchRow(sequence.run_id, sequence.slot, start, num_tokens, token_ids, is_last, start == 0)
-
     def _accept(self, sequence: Sequence, token_id: int, now: float) -> list[Emitted]:
         """Take a token of a run; nothing is emitted while it computes again what is known."""
         if sequence.state is SequenceState.PREFILL:
@@ -393,11 +401,11 @@ class Scheduler:
             self._decoding.add(sequence)
         if sequence.num_to_replay:
             self.num_replay_mismatches += not sequence.replay(token_id)
-            if sequence.num_to_replay == 0:
-                self._decoding.caught_up(sequence)
+            self._decoding.took_token(sequence)
             return []
         index = len(sequence.output_token_ids)
         finish = sequence.append(token_id, now)
+        self._decoding.took_token(sequence)
         if finish is not None:
             self._end(sequence, finish, now)
         return [Emitted(sequence.sequence_id, index, token_id, finish)]
@@ -438,10 +446,3 @@ class Scheduler:
         assert len(carried) == len(set(carried)), "a run is sampled by two batches in flight"
         decoding = [one for one in running if one.state is SequenceState.DECODE]
         self._decoding.check_invariants(decoding, set(carried))
-
-
-def _decode_row(sequence: Sequence) -> BatchRow:
-    assert sequence.run_id is not None, sequence.story()
-    assert sequence.slot is not None, sequence.story()
-    position, token_id = sequence.next_input()
-    return BatchRow(sequence.run_id, sequence.slot, position, 1, (token_id,), True, False)

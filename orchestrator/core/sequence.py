@@ -17,6 +17,8 @@ from shoal.types import FinishReason, NumericClass, QosClass, SamplingParams, Se
 # One stay of a sequence in a slot. Stages and results name runs, so that those of an earlier run cannot be taken for it.
 RunId = NewType("RunId", int)
 
+# Of requests that name none.
+DEFAULT_TENANT = "default"
 # Enough for the story of an answer that is moved and preempted as often as is allowed.
 MAX_EVENTS = 64
 
@@ -76,7 +78,7 @@ class Sequence:
     numeric: NumericClass
     qos: QosClass
     arrived_at: float
-    tenant: str = "default"
+    tenant: str = DEFAULT_TENANT
     targets: QosTargets = QosTargets()
     deadline_at: float | None = None
     max_tokens_per_s: float = 0.0

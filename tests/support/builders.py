@@ -121,7 +121,29 @@ def make_decoding(limits: SchedulerLimits, *sequences: Sequence) -> Scheduler:
     """A scheduler with these sequences ready to decode, at 0.0."""
     scheduler = Scheduler(limits)
     start_decoding(scheduler, sequences)
+    scheduler.check_invariants()
     return scheduler
+
+
+def make_decoding_as(limits: SchedulerLimits, *numeric: NumericClass) -> Scheduler:
+    """The same with sequences 1, 2, ... of these classes, whose answers are long."""
+    return make_decoding(
+        limits, *(make_sequence(key, numeric=one, max_tokens=64) for key, one in enumerate(numeric, start=1))
+    )
+
+
+def schedule_all(scheduler: Scheduler) -> list[Batch]:
+    """All the batches that there are to make at 0.0."""
+    batches = []
+    while (batch := scheduler.schedule(0.0)) is not None:
+        batches.append(batch)
+        scheduler.check_invariants()
+    return batches
+
+
+def run_ids(batch: Batch) -> list[int]:
+    """The runs of a batch: where none is preempted, they have the numbers of their sequences."""
+    return [row.run_id for row in batch.rows]
 
 
 def sequences_in(scheduler: Scheduler, batch: Batch | None) -> list[int]:

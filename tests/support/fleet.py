@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from orchestrator import membership
 from orchestrator.app import Orchestrator
 from shoal import AsyncClient
 from shoal.config import OrchestratorConfig, WorkerConfig
@@ -130,6 +133,22 @@ class LocalFleet:
 def _run(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> Running:
     stopping = asyncio.Event()
     return Running(stopping, asyncio.create_task(main(stopping)))
+
+
+class HeldFetch:
+    """Holds the first blob that any worker fetches from now on until it may go on; those after it are let through."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_held, self.may_go_on = asyncio.Event(), asyncio.Event()
+        self._read_chunks = membership._read_chunks
+        monkeypatch.setattr(membership, "_read_chunks", self._hold_first)
+
+    async def _hold_first(self, path: Path, offset: int) -> AsyncGenerator[bytes, None]:
+        if not self.is_held.is_set():
+            self.is_held.set()
+            await self.may_go_on.wait()
+        async for chunk in self._read_chunks(path, offset):
+            yield chunk
 
 
 def free_port() -> int:

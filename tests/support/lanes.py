@@ -1,7 +1,6 @@
 """Pipelines whose stages are played by the test: frames out are recorded, results are fed in by hand or computed.
 
-The computed ones come from a tiny deterministic model: a token depends on every token that was fed before it, so a sequence
-that goes on elsewhere has the same text only if prompt and answer were fed again as they were. Used by the engine's tests.
+The computed ones come from `slot_model`. Used by the engine's tests.
 """
 
 from __future__ import annotations
@@ -23,29 +22,17 @@ from shoal.types import DeviceMode, LayerRange, PipelineId, SequenceId, WorkerId
 from shoal.v1 import flow_pb2
 from tests.support.builders import TOKEN_ID, make_limits, make_sequence
 from tests.support.clock import FakeClock
+from tests.support.slot_model import SlotModel, answer_to
 
 P1, P2, P3 = PipelineId("p1"), PipelineId("p2"), PipelineId("p3")
 EPOCH = 4
 FALLBACK_S = 0.2
-FIRST_TOKEN_ID, NUM_TOKEN_IDS = 10, 80
 LOST = WorkerLost("w0 is gone")
-
-
-def next_token(fed: list[int]) -> int:
-    """What the model draws after these tokens."""
-    drawn = 7
-    for token_id in fed:
-        drawn = (drawn * 31 + token_id) % 65521
-    return FIRST_TOKEN_ID + drawn % NUM_TOKEN_IDS
 
 
 def expected_answer(num_prompt: int, num_tokens: int) -> list[int]:
     """The answer of a builder's sequence that nothing disturbs."""
-    fed = list(make_sequence(num_prompt=num_prompt).prompt_token_ids)
-    answer: list[int] = []
-    for _ in range(num_tokens):
-        answer.append(next_token([*fed, *answer]))
-    return answer
+    return answer_to(make_sequence(num_prompt=num_prompt).prompt_token_ids, num_tokens)
 
 
 class Stages:
@@ -65,8 +52,7 @@ class Stages:
         self._engine = engine
         # What the first stage has yet to act on: frames of the engine, and of the last stage within a burst.
         self._inbox: deque[flow_pb2.Frame] = deque()
-        # What each slot was fed, and by which run.
-        self._slots: dict[int, tuple[int, list[int]]] = {}
+        self._model = SlotModel()
         members = [
             StageMember(WorkerId(f"{pipeline_id}-w{index}"), "box", LayerRange(3 * index, 3 * index + 3))
             for index in range(num_stages)
@@ -124,45 +110,17 @@ class Stages:
                 return done
             frame = self._inbox.popleft()
             if frame.HasField("cancel"):
-                self._cancel(frame.cancel)
-            else:
-                self._step(frame.step)
+                self._model.cancel(frame.cancel)
+                continue
+            result, following = self._model.step(frame.step)
+            if following is not None:
+                self._inbox.append(flow_pb2.Frame(step=following))
+            self.feed(result)
         return num_frames
 
     def compute_all(self, bound: int = 1000) -> None:
         """Have the model act until nothing is left to do."""
         assert self.compute(bound) < bound, "it does not come to an end"
-
-    def _cancel(self, cancel: flow_pb2.Cancel) -> None:
-        for ref in cancel.sequences:
-            assert self._slots.pop(ref.slot)[0] == ref.sequence_id, "another run holds the slot"
-
-    def _step(self, step: flow_pb2.Step) -> None:
-        """One pass through all stages; within a burst, the last one feeds what it drew to the first."""
-        token_ids, drawn, following = list(step.token_ids), [], []
-        for row in step.rows:
-            fed, token_ids = token_ids[: row.num_tokens], token_ids[row.num_tokens :]
-            if row.HasField("start"):
-                assert row.slot not in self._slots, "the slot was not cancelled before it was used again"
-                self._slots[row.slot] = (row.sequence_id, [])
-            run_id, history = self._slots.get(row.slot, (-1, []))
-            if run_id != row.sequence_id:
-                continue
-            assert row.position == len(history), "a token was fed twice, or not at all"
-            history += fed
-            if row.sample:
-                drawn.append(flow_pb2.SampledToken(sequence_id=run_id, token_id=next_token(history)))
-                following.append(
-                    flow_pb2.StepRow(
-                        sequence_id=run_id, slot=row.slot, position=len(history), num_tokens=1, sample=True
-                    )
-                )
-        left = step.burst_steps if drawn else 0
-        if left:
-            ids = [token.token_id for token in drawn]
-            again = flow_pb2.Step(step=step.step, rows=following, token_ids=ids, burst_steps=left - 1)
-            self._inbox.append(flow_pb2.Frame(step=again))
-        self.feed(flow_pb2.StepResult(step=step.step, tokens=drawn, burst_steps=left))
 
 
 class Harness:

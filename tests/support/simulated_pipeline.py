@@ -5,10 +5,10 @@ Everything happens in order of (time, number); nothing waits and nothing is rand
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 from orchestrator.core.batch import Batch, SampledId
@@ -16,6 +16,7 @@ from orchestrator.core.scheduler import Scheduler
 from orchestrator.core.sequence import Sequence
 from orchestrator.core.step_time import StepTiming
 from shoal.types import SequenceId
+from tests.support.clock import FakeAlarm, FakeClock
 from tests.support.model_stages import ModelStages
 
 
@@ -40,7 +41,8 @@ class SimulatedPipeline:
     def __init__(self, scheduler: Scheduler, speeds: Seq[StageSpeed], check: Callable[[], None] | None = None) -> None:
         self.scheduler = scheduler
         self.speeds = list(speeds)
-        self.now = 0.0
+        self.clock = FakeClock()
+        self._alarm: FakeAlarm | None = None
         self.tokens: dict[SequenceId, list[Token]] = {}
         self.finished_at: dict[SequenceId, float] = {}
         self.expired: list[SequenceId] = []
@@ -48,12 +50,19 @@ class SimulatedPipeline:
         self._check = check
         self._stages = ModelStages()
         self._free_at = [0.0] * len(self.speeds)
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._num_events = 0
 
-    def at(self, time: float, action: Callable[[], None]) -> None:
-        self._num_events += 1
-        heapq.heappush(self._events, (time, self._num_events, action))
+    @property
+    def now(self) -> float:
+        return self.clock.now()
+
+    def at(self, time: float, action: Callable[[], None]) -> FakeAlarm:
+        return self.clock.call_at(time, partial(self._act, action))
+
+    def _act(self, action: Callable[[], None]) -> None:
+        action()
+        self._turn()
+        if self._check is not None:
+            self._check()
 
     def submit(self, sequence: Sequence, at: float) -> None:
         def arrive() -> None:
@@ -64,14 +73,8 @@ class SimulatedPipeline:
         self.at(at, arrive)
 
     def run(self, until: float) -> None:
-        """Let everything happen up to a time, or until there is nothing left."""
-        while self._events and self._events[0][0] <= until:
-            self.now, _, action = heapq.heappop(self._events)
-            action()
-            self._turn()
-            if self._check is not None:
-                self._check()
-        self.now = max(self.now, until)
+        """Let everything happen up to a time."""
+        self.clock.move_to(until)
 
     def _turn(self) -> None:
         for sequence in self.scheduler.expire(self.now):
@@ -80,10 +83,11 @@ class SimulatedPipeline:
         while (batch := self.scheduler.schedule(self.now)) is not None:
             self._stages.cancel(self.scheduler.take_ended())
             self.batches.append((self.now, batch))
-            self._pass(batch, self._stages.run(batch), batch.work(self.scheduler.limits), batch.burst_steps)
+            self._pass(batch, self._stages.run(batch), batch.work, batch.burst_steps)
         wake_at = self.scheduler.wake_at(self.now)
-        if wake_at is not None:
-            self.at(wake_at, lambda: None)
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm = None if wake_at is None else self.at(wake_at, lambda: None)
 
     def _pass(self, batch: Batch, drawn: Seq[SampledId], work: float, burst_left: int) -> None:
         """Send a step through all stages, each of which takes one after the other."""
@@ -105,7 +109,7 @@ class SimulatedPipeline:
                 self.finished_at[emitted.sequence_id] = self.now
         self._stages.cancel(self.scheduler.take_ended())
         if going_on:
-            work = batch.work(self.scheduler.limits) * len(going_on) / len(batch.rows)
+            work = batch.work * len(going_on) / len(batch.rows)
             self._pass(batch, going_on, work, burst_left - 1)
 
     def gaps(self, sequence_id: SequenceId, since: float = 0.0, until: float = float("inf")) -> list[float]:

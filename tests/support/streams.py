@@ -13,10 +13,12 @@ import pytest
 from shoal.client import AsyncStream
 from shoal.errors import ShoalError
 from shoal.generation import Generation
+from shoal.types import DeviceMode
 from tests.support.fleet import WAIT_S, LocalFleet, make_device
 
 # A stream of 240 tokens lasts for seconds on it, so that something can happen to it.
 SLOW = make_device(speed=0.05, is_emulated=True)
+SLOW_LATENCY = make_device(speed=0.05, is_emulated=True, mode=DeviceMode.LATENCY)
 ENDLESS: dict[str, Any] = {"max_tokens": 240, "ignore_eos": True}
 
 

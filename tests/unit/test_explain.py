@@ -28,8 +28,8 @@ def make_candidate(pipeline_id: PipelineId = P1, ruled_out: str = "") -> Candida
     )
 
 
-def make_decision(pipeline_id: PipelineId | None = P1, reason: str = "arrived") -> Decision:
-    return Decision(pipeline_id, (make_candidate(), make_candidate(P2, "kept for class latency")), reason)
+def make_decision(reason: str = "arrived", ruled_out: str = "") -> Decision:
+    return Decision((make_candidate(P1, ruled_out), make_candidate(P2, "kept for class latency")), reason)
 
 
 def open_story(sequence: Sequence | None = None, request_id: str = "r1") -> Story:
@@ -63,7 +63,7 @@ def test_a_decision_is_told_with_every_candidate_in_milliseconds_since_the_reque
 
 def test_a_decision_for_nobody_names_no_pipeline() -> None:
     story = open_story()
-    story.decide(make_decision(None), 0.0)
+    story.decide(make_decision(ruled_out="holds too little"), 0.0)
 
     assert story.to_proto().routes[0].pipeline_id == ""
 

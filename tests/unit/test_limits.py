@@ -1,13 +1,14 @@
-"""Which limits make sense, and which requests could never be served within them."""
+"""Which limits make sense, which requests could never be served within them, and what tokens cost."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 
-from orchestrator.core.limits import SchedulerLimits
+from orchestrator.core.limits import KV_READ_TOKENS, SchedulerLimits
 from shoal.errors import ConfigError, ContextExceeded, InvalidRequest
 from tests.support.builders import make_limits
 
@@ -21,8 +22,8 @@ def test_a_limit_of_nothing_is_a_configuration_error_that_names_it(name: str) ->
 
 
 def test_attention_cannot_cost_less_than_nothing() -> None:
-    with pytest.raises(ConfigError, match="attention_tokens is -1; it must be at least 0"):
-        replace(make_limits(), attention_tokens=-1)
+    with pytest.raises(ConfigError, match="attention_tokens is 0; it must be at least 1"):
+        replace(make_limits(), attention_tokens=0)
 
 
 def test_an_empty_prompt_is_refused() -> None:
@@ -54,3 +55,19 @@ def test_the_longest_possible_prompt_is_allowed() -> None:
 
 def test_a_sequence_may_use_only_whole_pages_of_kv_memory() -> None:
     assert make_limits(kv_tokens=100).sequence_tokens == 96
+
+
+def test_tokens_far_into_a_slot_cost_more() -> None:
+    limits = replace(make_limits(), attention_tokens=3000.0)
+    assert limits.work_of(4, 0) == 4
+    assert limits.work_of(4, 1500) == 4 + (4 + KV_READ_TOKENS) / 2
+    assert make_limits().work_of(4, 1500) == 4
+
+
+@pytest.mark.parametrize("position", [0, 100, 3000])
+@pytest.mark.parametrize("attention_tokens", [math.inf, 3000.0])
+def test_as_many_tokens_fit_as_cost_no_more(position: int, attention_tokens: float) -> None:
+    limits = replace(make_limits(), attention_tokens=attention_tokens)
+    num_tokens = limits.tokens_of(20.5, position)
+    assert limits.work_of(num_tokens, position) <= 20.5 < limits.work_of(num_tokens + 1, position)
+    assert limits.tokens_of(0.5, position) == 0

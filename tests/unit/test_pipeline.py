@@ -36,7 +36,7 @@ def prefill_row(run_id: int = 1, *, num_tokens: int = 16, is_sampled: bool = Tru
 
 def make_batch(*rows: BatchRow, step: int = 1, burst_steps: int = 0, is_solo: bool = False) -> Batch:
     num_decode_rows = sum(row.num_tokens == 1 for row in rows)
-    return Batch(step, rows, burst_steps, is_solo, num_decode_rows)
+    return Batch(step, rows, burst_steps, is_solo, num_decode_rows, sum(row.num_tokens for row in rows))
 
 
 def forward(pipeline: Pipeline, batch: Batch) -> None:

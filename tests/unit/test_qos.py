@@ -80,6 +80,12 @@ class TestTurns:
         assert turns.rank(THROUGHPUT, oldest_at=0.0) == 60.0 + PATIENCE_S[THROUGHPUT]
         assert turns.rank(LATENCY, oldest_at=61.0) < turns.rank(THROUGHPUT, oldest_at=0.0)
 
+    def test_who_asks_for_an_early_first_token_is_less_patient_and_never_more(self) -> None:
+        turns = ClassTurns()
+        assert turns.rank(BALANCED, oldest_at=1.0, ttft_s=0.25) == 1.25
+        assert turns.rank(BALANCED, oldest_at=1.0, ttft_s=60.0) == 1.0 + PATIENCE_S[BALANCED]
+        assert turns.rank(LATENCY, oldest_at=1.0, ttft_s=0.5) == 1.0
+
 
 class TestQueue:
     def test_requests_of_one_tenant_go_in_order(self) -> None:

@@ -69,7 +69,7 @@ def candidate(decision: Decision, pipeline_id: PipelineId) -> Candidate:
 
 
 def test_without_pipelines_there_is_nobody_to_take_a_request() -> None:
-    assert route(LATENCY, []) == Decision(None, (), "arrived")
+    assert route(LATENCY, []) == Decision((), "arrived")
 
 
 def test_the_only_pipeline_takes_every_class() -> None:

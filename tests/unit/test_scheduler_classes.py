@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from orchestrator.core.admission import MAX_PREEMPTIONS
@@ -46,6 +48,21 @@ class TestWaiting:
             scheduler.submit(make_sequence(key, qos=qos, arrived_at=arrived_at), arrived_at)
         order = [sequences_in(scheduler, scheduler.schedule(11.0)) for _ in range(2)]
         assert order == [[1], [3]]
+
+    @pytest.mark.parametrize(("ttft_s", "order"), [(1.0, [1, 2]), (None, [2, 1])])
+    @pytest.mark.parametrize("is_under_way", [False, True])
+    def test_a_time_asked_for_the_first_token_decides_who_goes_first(
+        self, ttft_s: float | None, order: list[int], is_under_way: bool
+    ) -> None:
+        scheduler = Scheduler(make_limits(num_slots=8, chunk_tokens=8))
+        low = make_sequence(1, num_prompt=16, qos=THROUGHPUT)
+        low.targets = replace(low.targets, ttft_s=ttft_s)
+        scheduler.submit(low, 0.0)
+        if is_under_way:
+            run_step(scheduler, 0.0)
+        scheduler.submit(make_sequence(2, num_prompt=8, qos=LATENCY, arrived_at=1.5), 1.5)
+        first = run_step(scheduler, 1.5)
+        assert first == order[:1]
 
     def test_no_class_waits_forever_while_higher_ones_keep_coming(self) -> None:
         """Each turn is a second in which one request of each higher class comes and one is served."""
@@ -246,6 +263,14 @@ class TestRows:
         assert sum(1 in turn for turn in turns) >= 12
         served = {one for turn in turns for one in turn}
         assert served == set(range(1, 10)), "somebody starves"
+
+    def test_where_steps_are_rationed_a_prompt_without_room_does_not_keep_a_row_that_goes_alone(self) -> None:
+        scheduler = make_decoding(
+            make_limits(num_slots=1), make_sequence(1, qos=LATENCY, numeric=NumericClass.SOLO, max_tokens=64)
+        )
+        scheduler.set_pace(Pace(2, steps_per_s=3.0))
+        scheduler.submit(make_sequence(2, qos=LATENCY, arrived_at=1.0), 1.0)
+        assert [run_step(scheduler, 1.0 + number * 0.34, took_s=0.3) for number in range(6)] == [[1]] * 6
 
     def test_higher_classes_come_first_in_a_batch(self) -> None:
         scheduler = make_decoding(make_limits(max_batch=3), *make_sequences(THROUGHPUT, BALANCED, THROUGHPUT, LATENCY))

@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from orchestrator.core.admission import MAX_PREEMPTIONS
 from orchestrator.core.batch import ATTENTION_BLOCK, INDIVISIBLE_TOKENS, Batch, Emitted, SampledId, chunk_size
-from orchestrator.core.decoding import MIN_CHUNK_TOKENS
 from orchestrator.core.limits import STEP_TOKENS, Pace, SchedulerLimits
+from orchestrator.core.prompts import MIN_CHUNK_TOKENS
 from orchestrator.core.qos import outranks
 from orchestrator.core.scheduler import Scheduler
 from orchestrator.core.sequence import RunId, Sequence, SequenceState

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.core.admission import MAX_PREEMPTIONS
-from orchestrator.core.limits import Pace, SchedulerLimits
+from orchestrator.core.limits import STEP_TOKENS, Pace, SchedulerLimits
 from orchestrator.core.qos import CLASSES, PATIENCE_S
 from orchestrator.core.scheduler import Scheduler
 from orchestrator.core.sequence import Sequence
@@ -47,6 +48,30 @@ def p99(values: list[float]) -> float:
     return sorted(values)[int(len(values) * 0.99)]
 
 
+class LongPrompt:
+    """A prompt of 1,800 tokens that comes while streams are being answered, and what these feel of it."""
+
+    def __init__(
+        self, pipeline: SimulatedPipeline, num_streams: int, *, inter_token_s: float, arrived_at: float
+    ) -> None:
+        self._pipeline = pipeline
+        self._streams = [
+            make_sequence(key, num_prompt=16, max_tokens=2000, inter_token_s=inter_token_s, stop_ids=LONG)
+            for key in range(1, num_streams + 1)
+        ]
+        prompt = make_sequence(99, num_prompt=1800, max_tokens=4, stop_ids=LONG)
+        for stream in self._streams:
+            pipeline.submit(stream, 0.0)
+        pipeline.submit(prompt, arrived_at)
+        pipeline.run(100.0)
+        assert prompt.first_token_at is not None
+        assert prompt.sequence_id in pipeline.finished_at
+        self.first_token_at = prompt.first_token_at
+
+    def gaps(self, since: float, until: float) -> list[float]:
+        return [gap for one in self._streams for gap in self._pipeline.gaps(one.sequence_id, since, until)]
+
+
 @pytest.mark.parametrize(
     ("num_stages", "num_streams", "base_tokens", "max_batch"),
     [
@@ -67,20 +92,8 @@ def test_running_streams_do_not_wait_for_a_long_prompt(
     # Streams that take turns see the others' bursts as gaps already: those are not what is looked at.
     limits = roomy(num_stages, max_batch=max_batch, burst_steps=16 if num_streams <= max_batch else 1)
     pipeline = SimulatedPipeline(Scheduler(limits), speeds(num_stages, base_tokens))
-    streams = [
-        make_sequence(key, num_prompt=16, max_tokens=2000, inter_token_s=0.02, stop_ids=LONG)
-        for key in range(1, num_streams + 1)
-    ]
-    for stream in streams:
-        pipeline.submit(stream, 0.0)
-    prompt = make_sequence(99, num_prompt=1800, max_tokens=4, stop_ids=LONG)
-    pipeline.submit(prompt, 8.0)
-    pipeline.run(100.0)
-    assert prompt.first_token_at is not None
-    before = [gap for one in streams for gap in pipeline.gaps(one.sequence_id, 4.0, 8.0)]
-    during = [gap for one in streams for gap in pipeline.gaps(one.sequence_id, 8.0, prompt.first_token_at)]
-    assert p99(during) <= 1.5 * p99(before)
-    assert prompt.sequence_id in pipeline.finished_at
+    prompt = LongPrompt(pipeline, num_streams, inter_token_s=0.02, arrived_at=8.0)
+    assert p99(prompt.gaps(8.0, prompt.first_token_at)) <= 1.5 * p99(prompt.gaps(4.0, 8.0))
 
 
 def test_where_more_wait_for_their_first_token_than_get_further_ones_prompts_get_more_of_a_step() -> None:
@@ -99,17 +112,8 @@ def test_where_more_wait_for_their_first_token_than_get_further_ones_prompts_get
 
 def test_a_target_that_leaves_time_is_used_for_prompts_and_kept() -> None:
     pipeline = SimulatedPipeline(Scheduler(roomy()), speeds(1))
-    streams = [
-        make_sequence(key, num_prompt=16, max_tokens=2000, inter_token_s=0.15, stop_ids=LONG) for key in range(1, 5)
-    ]
-    for stream in streams:
-        pipeline.submit(stream, 0.0)
-    prompt = make_sequence(99, num_prompt=1800, max_tokens=4, stop_ids=LONG)
-    pipeline.submit(prompt, 4.0)
-    pipeline.run(30.0)
-    assert prompt.first_token_at is not None
-    during = [gap for one in streams for gap in pipeline.gaps(one.sequence_id, 4.2, prompt.first_token_at)]
-    assert p99(during) <= 0.15
+    prompt = LongPrompt(pipeline, 4, inter_token_s=0.15, arrived_at=4.0)
+    assert p99(prompt.gaps(4.2, prompt.first_token_at)) <= 0.15
     # Alone it takes 1,800 x 4.7 ms and the base of 29 passes, 9 s in all.
     assert prompt.first_token_at - 4.0 < 1.5 * 9.0
 
@@ -121,18 +125,8 @@ def test_a_target_is_kept_however_long_the_prompt_where_attention_costs_what_it_
     """At the end of the prompt two tokens of it cost as much as eight at its start."""
     limits = replace(roomy(num_stages), attention_tokens=3000.0)
     pipeline = SimulatedPipeline(Scheduler(limits), speeds(num_stages, 1.5))
-    streams = [
-        make_sequence(key, num_prompt=16, max_tokens=2000, inter_token_s=0.1, stop_ids=LONG)
-        for key in range(1, num_streams + 1)
-    ]
-    for stream in streams:
-        pipeline.submit(stream, 0.0)
-    prompt = make_sequence(99, num_prompt=1800, max_tokens=4, stop_ids=LONG)
-    pipeline.submit(prompt, 4.0)
-    pipeline.run(100.0)
-    assert prompt.first_token_at is not None
-    during = [gap for one in streams for gap in pipeline.gaps(one.sequence_id, 4.2, prompt.first_token_at)]
-    assert p99(during) <= 0.12
+    prompt = LongPrompt(pipeline, num_streams, inter_token_s=0.1, arrived_at=4.0)
+    assert p99(prompt.gaps(4.2, prompt.first_token_at)) <= 0.12
 
 
 def test_prompts_go_in_passes_of_their_own_where_a_stage_would_be_idle() -> None:
@@ -190,6 +184,42 @@ def test_spared_devices_get_no_more_steps_than_they_may_and_streams_share_them(
     counts = [len(pipeline.gaps(one.sequence_id, 6.0, 25.0)) for one in streams]
     assert max(counts) - min(counts) <= 2
     assert sum(counts) == pytest.approx(min(max_batch, 4) * steps_per_s * 19, rel=0.12)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+@pytest.mark.parametrize("steps_per_s", [12.0, 3.0])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"qos": LATENCY, "numeric": NumericClass.SOLO, "inter_token_s": 0.05},
+        {"qos": BALANCED, "inter_token_s": 0.1},
+        {"qos": BALANCED, "inter_token_s": 0.1, "max_tokens_per_s": 5.0},
+        {"qos": THROUGHPUT},
+    ],
+    ids=["solo", "balanced", "paced", "throughput"],
+)
+@pytest.mark.parametrize("num_streams", [1, 3])
+def test_on_spared_devices_prompts_get_on_beside_streams_and_streams_beside_prompts(
+    num_stages: int, steps_per_s: float, fields: dict[str, Any], num_streams: int
+) -> None:
+    scheduler = Scheduler(roomy(num_stages))
+    pipeline = SimulatedPipeline(scheduler, speeds(num_stages))
+    streams = [
+        make_sequence(key, num_prompt=4, max_tokens=1500, stop_ids=LONG, **fields) for key in range(1, num_streams + 1)
+    ]
+    for stream in streams:
+        pipeline.submit(stream, 0.0)
+    pipeline.at(2.0, lambda: scheduler.set_pace(Pace(16, steps_per_s)))
+    prompt = make_sequence(99, num_prompt=100, max_tokens=4, stop_ids=LONG)
+    pipeline.submit(prompt, 3.0)
+    # Eight tokens are a step, and a quarter of all steps is the least that prompts get.
+    end = 4.0 + 4 * (100 / STEP_TOKENS + 1) / steps_per_s
+    pipeline.run(end)
+    assert prompt.first_token_at is not None
+    num_steps = sum(len(pipeline.gaps(one.sequence_id, 3.0, prompt.first_token_at)) for one in streams)
+    assert num_steps >= 0.3 * min(steps_per_s, 5.0 if "max_tokens_per_s" in fields else steps_per_s) * (
+        prompt.first_token_at - 4.0
+    )
 
 
 @pytest.mark.parametrize("rate", [1.0, 10.0, 15.0])
