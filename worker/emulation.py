@@ -104,7 +104,7 @@ class EmulatedDevice:
     def condition(self, now: float) -> Condition:
         """As if it had been idle since its latest work ended: what goes on at the moment is counted at its end."""
         latest = self._latest
-        return self._after(latest, max(self._busy_s, latest.busy_s), now) if now > latest.at else latest
+        return self._after(latest, self._busy_s, now) if now > latest.at else latest
 
     def _after(self, before: Condition, busy_s: float, now: float) -> Condition:
         elapsed_s = now - before.at

@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from orchestrator import bringup, membership
+from orchestrator import bringup
 from shoal.errors import NotReady, WorkerLost
 from shoal.status import DeviceStatus, FleetStatus
 from shoal.types import LinkProfile
 from shoal.v1 import flow_pb2
-from tests.support.fleet import LOOK_S, WAIT_S, make_device, start_fleet
+from tests.support.fleet import LOOK_S, WAIT_S, HeldFetch, make_device, start_fleet
 from tests.support.shards import TinyModel
 from tests.support.streams import SLOW, Reader, start_stream
 from worker.agent import Agent
@@ -208,22 +207,13 @@ async def test_a_device_that_has_no_share_any_more_gives_its_memory_back(store: 
 async def test_a_device_whose_load_hangs_is_given_up(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read_chunks, is_stuck = membership._read_chunks, asyncio.Event()
-
-    async def stick_once(path: Path, offset: int) -> AsyncGenerator[bytes, None]:
-        if not is_stuck.is_set():
-            is_stuck.set()
-            await asyncio.Event().wait()
-        async for chunk in read_chunks(path, offset):
-            yield chunk
-
-    monkeypatch.setattr(membership, "_read_chunks", stick_once)
+    fetch = HeldFetch(monkeypatch)
     monkeypatch.setattr(bringup, "LOAD_TIMEOUT_S", 0.2)
     async with start_fleet(store, tmp_path) as fleet:
         fleet.add_worker("w0")
         await fleet.serving(1)
 
-        assert is_stuck.is_set()
+        assert fetch.is_held.is_set()
 
 
 async def test_a_cache_that_cannot_be_written_is_told(store: Store, tmp_path: Path, fleet_model: TinyModel) -> None:
@@ -241,19 +231,10 @@ async def test_a_cache_that_cannot_be_written_is_told(store: Store, tmp_path: Pa
 async def test_a_shard_that_is_replaced_while_it_is_fetched_is_given_up(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read_chunks, is_stuck = membership._read_chunks, asyncio.Event()
-
-    async def stick_once(path: Path, offset: int) -> AsyncGenerator[bytes, None]:
-        if not is_stuck.is_set():
-            is_stuck.set()
-            await asyncio.Event().wait()
-        async for chunk in read_chunks(path, offset):
-            yield chunk
-
-    monkeypatch.setattr(membership, "_read_chunks", stick_once)
+    fetch = HeldFetch(monkeypatch)
     async with start_fleet(store, tmp_path) as fleet:
         fleet.add_worker("w0")
-        await asyncio.wait_for(is_stuck.wait(), WAIT_S)
+        await asyncio.wait_for(fetch.is_held.wait(), WAIT_S)
         fleet.add_worker("w1")
         await fleet.serving(2)
         answer = await fleet.client.generate("hello", max_tokens=2)
@@ -304,20 +285,13 @@ async def test_a_worker_that_is_cut_off_again_and_again_leaves_no_threads(store:
 async def test_a_request_that_comes_while_layers_are_loaded_waits_for_them(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read_chunks, may_go_on = membership._read_chunks, asyncio.Event()
-
-    async def read_slowly(path: Path, offset: int) -> AsyncGenerator[bytes, None]:
-        await may_go_on.wait()
-        async for chunk in read_chunks(path, offset):
-            yield chunk
-
-    monkeypatch.setattr(membership, "_read_chunks", read_slowly)
+    fetch = HeldFetch(monkeypatch)
     async with start_fleet(store, tmp_path) as fleet:
         fleet.add_worker("w0")
         await fleet.until(lambda status: any(one.state == "loading" for one in status.devices))
         reader = Reader(fleet.client.stream("hello", max_tokens=2))
         status = await fleet.client.status()
-        may_go_on.set()
+        fetch.may_go_on.set()
 
         assert (await reader.result()).completion_tokens == 2
     assert (status.ready, status.waiting_for) == (False, "w0 to load")

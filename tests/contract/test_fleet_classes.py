@@ -16,13 +16,12 @@ from shoal.status import FleetStatus
 from shoal.types import DeviceMode
 from tests.support.fleet import LocalFleet, make_device, start_fleet
 from tests.support.shards import TinyModel, make_tokens
-from tests.support.streams import ENDLESS, SLOW, Reader, start_stream
+from tests.support.streams import ENDLESS, SLOW, SLOW_LATENCY, Reader, start_stream
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 # A model of random weights repeats itself if it is not drawn hot.
 DRAWN: dict[str, Any] = {"temperature": 8.0, "seed": 11, "ignore_eos": True}
-SLOW_LATENCY = make_device(speed=0.05, is_emulated=True, mode=DeviceMode.LATENCY)
 
 Store = Path
 

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from orchestrator import bringup, membership
+from orchestrator import bringup
 from shoal.status import DeviceStatus, FleetStatus, PipelineStatus
 from shoal.types import BatteryModel, DeviceLimits, DeviceMode, ThermalModel
-from tests.support.fleet import LocalFleet, make_device, start_fleet
+from tests.support.fleet import HeldFetch, LocalFleet, make_device, start_fleet
 from tests.support.shards import TinyModel
-from tests.support.streams import SLOW, Reader, start_stream
+from tests.support.streams import SLOW, SLOW_LATENCY, Reader, start_stream
 
 Store = Path
 HELD = make_device()
 HELD_HIDDEN = make_device(allow_direct_links=False)
-SLOW_LATENCY = make_device(speed=0.05, is_emulated=True, mode=DeviceMode.LATENCY)
 TWO_REPLICAS: dict[str, Any] = {"replicas": 2, "heartbeat_s": 0.05}
 
 
@@ -194,22 +192,13 @@ async def test_a_free_device_takes_over_at_once_what_a_leaving_one_shall_take_no
 async def test_one_pipeline_serves_while_another_is_still_loading(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read_chunks, is_held, may_go_on = membership._read_chunks, asyncio.Event(), asyncio.Event()
-
-    async def hold_one(path: Path, offset: int) -> AsyncGenerator[bytes, None]:
-        if not is_held.is_set():
-            is_held.set()
-            await may_go_on.wait()
-        async for chunk in read_chunks(path, offset):
-            yield chunk
-
-    monkeypatch.setattr(membership, "_read_chunks", hold_one)
+    fetch = HeldFetch(monkeypatch)
     async with start_fleet(store, tmp_path, expect_workers=2, **TWO_REPLICAS) as fleet:
         fleet.add_worker("w0")
         fleet.add_worker("w1")
         early = await fleet.until(lambda status: status.ready)
         answer = await fleet.client.generate("hello", max_tokens=2)
-        may_go_on.set()
+        fetch.may_go_on.set()
         status = await fleet.serving(2)
 
     assert (early.is_complete, len(early.pipelines)) == (False, 1)
@@ -220,25 +209,16 @@ async def test_one_pipeline_serves_while_another_is_still_loading(
 async def test_a_device_that_loads_for_too_long_does_not_disturb_who_serves(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read_chunks, is_stuck = membership._read_chunks, asyncio.Event()
-
-    async def stick_once(path: Path, offset: int) -> AsyncGenerator[bytes, None]:
-        if not is_stuck.is_set():
-            is_stuck.set()
-            await asyncio.Event().wait()
-        async for chunk in read_chunks(path, offset):
-            yield chunk
-
     async with start_fleet(store, tmp_path, [SLOW]) as fleet:
         reader = await start_stream(fleet)
         epoch = pipeline_of(await fleet.client.status(), "w0").epoch
-        monkeypatch.setattr(membership, "_read_chunks", stick_once)
+        fetch = HeldFetch(monkeypatch)
         monkeypatch.setattr(bringup, "LOAD_TIMEOUT_S", 0.2)
 
         fleet.add_worker("w1", SLOW_LATENCY)
         status = await fleet.until(lambda status: workers_of(status) == [("w0",), ("w1",)])
 
-        assert is_stuck.is_set()
+        assert fetch.is_held.is_set()
         assert not reader.task.done()
         assert pipeline_of(status, "w0").epoch == epoch
         await cancel(reader)

@@ -81,9 +81,13 @@ class AnyCalls(RuleBasedStateMachine):
             lowest = min(self.blocks[number].score for number in candidates)
             lost = [n for n in candidates if self.blocks[n].score == lowest and not self.tier.contains(key(n))]
             assert lost, f"none of {candidates} with the lowest score {lowest} went"
+            # Which of equal ones went first is not known here; that the last one had to go is.
+            sizes = [len(self.blocks[number].data) for number in lost]
+            assert self.used_bytes() + more_bytes - sum(sizes) + max(sizes) > self.tier.budget_bytes, "too many went"
             self.level = max(self.level, lowest)
-            del self.blocks[lost[0]]
-            self.expected.evictions += 1
+            for number in lost:
+                del self.blocks[number]
+            self.expected.evictions += len(lost)
         return True
 
     def refusal(self, number: int, parent: int | None, num_bytes: int) -> Refusal | None:

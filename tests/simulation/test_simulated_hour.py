@@ -13,7 +13,7 @@ from orchestrator.core.sequence import QosTargets, Sequence
 from orchestrator.core.tenants import TenantLedger
 from shoal.errors import DeadlineExceeded, DeadlineUnmeetable, Overloaded, ShoalError, WorkerLost
 from shoal.types import DeviceMode, DeviceProfile, FinishReason, NumericClass, QosClass, SamplingParams
-from tests.simulation.fleet import Request, SimulatedFleet, SimulatedPipeline
+from tests.simulation.fleet import DevicePipeline, Request, SimulatedFleet
 
 HOUR_S = 3600.0
 THROTTLE_C = 75.0
@@ -215,7 +215,7 @@ def test_answers_outlive_the_pipeline_that_computed_them() -> None:
         traffic.send(KINDS[-1])
     run(fleet, traffic, 10.0)
 
-    def in_the_middle(pipeline: SimulatedPipeline) -> int:
+    def in_the_middle(pipeline: DevicePipeline) -> int:
         there = (one for one in traffic.requests if not one.is_over and one.answer.pipeline is pipeline.pipeline)
         return sum(bool(one.token_ids) for one in there)
 

@@ -26,15 +26,12 @@ from orchestrator.core.sequence import Sequence
 from orchestrator.core.step_time import StepTiming
 from orchestrator.core.thermal import ThermalMonitor
 from shoal.types import DeviceProfile, NumericClass, QosClass, SamplingParams, SequenceId, Telemetry
+from tests.simulation.fleet import BASE_S, HEARTBEAT_S, TOKEN_S
 from worker.emulation import EmulatedDevice
 
 LOAD_S = 30 * 60.0
 RECOVERY_S = 10 * 60.0
-HEARTBEAT_S = 1.0
 TICK_S = 0.5
-# A pass of the default model on one thread of the development machine: 23.5 ms for a row, 4.7 ms for each further one.
-BASE_S = 0.0188
-TOKEN_S = 0.0047
 PROMPT_TOKENS = 48
 ANSWER_TOKENS = 96
 # As many as run at most, and some that wait.

@@ -1,4 +1,6 @@
-"""What the suites of the command line and of the client share: scripted servers, and the command run in this process."""
+"""What unit tests share: examples without a time limit; for the command line and the client, scripted servers and a run
+of the command in this process.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from cli import main as command_line
 from tests.support.commands import Outcome
@@ -16,6 +19,10 @@ from tests.support.fake_server import FakeServer, Script
 
 Run = Callable[..., Outcome]
 Serve = Callable[..., FakeServer]
+
+# A busy machine is no fault of what is tested. All else as it was chosen, which differs in CI.
+settings.register_profile("unhurried", settings(), deadline=None)
+settings.load_profile("unhurried")
 
 
 @pytest.fixture

@@ -182,6 +182,13 @@ def test_a_device_warms_by_what_it_works_and_cools_in_between() -> None:
     assert degrees(device, 151.0) == pytest.approx(temperature_after(WARM, cooled_c, 1.0, 1.0))
 
 
+def test_work_that_ends_while_the_condition_is_asked_for_does_not_count_for_more_than_the_time_it_had() -> None:
+    device = make_device()
+    work(device, 100.0, 100.04)
+
+    assert degrees(device, 100.01) == pytest.approx(temperature_after(WARM, 25.0, 1.0, 0.01), abs=1e-9)
+
+
 def test_asking_for_the_condition_changes_nothing() -> None:
     asked, left_alone = make_device(), make_device()
     for device in (asked, left_alone):
@@ -289,6 +296,8 @@ def test_need_counts_weights_with_their_repacked_copy_kv_and_workspace() -> None
 
 def test_a_shard_of_exactly_the_memory_fits() -> None:
     check_fits(PHONE, 1000, "layers [0, 10)")
+    with pytest.raises(ShardDoesNotFit, match="lacks 1;"):
+        check_fits(PHONE, 1001, "layers [0, 10)")
 
 
 def test_a_shard_that_does_not_fit_is_refused_with_device_and_missing_bytes() -> None:
