@@ -1,4 +1,5 @@
 from shoal.v1 import fleet_pb2 as _fleet_pb2
+from shoal.v1 import inference_pb2 as _inference_pb2
 from shoal.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -175,3 +176,73 @@ class ExplainResponse(_message.Message):
     routes: _containers.RepeatedCompositeFieldContainer[RouteDecision]
     events: _containers.RepeatedCompositeFieldContainer[RequestEvent]
     def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., qos_class: _Optional[_Union[_types_pb2.QosClass, str]] = ..., state: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., finish: _Optional[str] = ..., routes: _Optional[_Iterable[_Union[RouteDecision, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[RequestEvent, _Mapping]]] = ...) -> None: ...
+
+class WarmRequest(_message.Message):
+    __slots__ = ("prompt", "chat", "tokens", "tenant", "ttl_s", "is_public")
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    CHAT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    IS_PUBLIC_FIELD_NUMBER: _ClassVar[int]
+    prompt: str
+    chat: _inference_pb2.ChatInput
+    tokens: _inference_pb2.TokenInput
+    tenant: str
+    ttl_s: float
+    is_public: bool
+    def __init__(self, prompt: _Optional[str] = ..., chat: _Optional[_Union[_inference_pb2.ChatInput, _Mapping]] = ..., tokens: _Optional[_Union[_inference_pb2.TokenInput, _Mapping]] = ..., tenant: _Optional[str] = ..., ttl_s: _Optional[float] = ..., is_public: _Optional[bool] = ...) -> None: ...
+
+class WarmResponse(_message.Message):
+    __slots__ = ("prompt_tokens", "kept_tokens", "cached_tokens")
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    prompt_tokens: int
+    kept_tokens: int
+    cached_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., kept_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+
+class ListSessionsRequest(_message.Message):
+    __slots__ = ("tenant",)
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    def __init__(self, tenant: _Optional[str] = ...) -> None: ...
+
+class SessionStatus(_message.Message):
+    __slots__ = ("session_id", "num_turns", "num_tokens", "kept_tokens", "idle_s", "expires_in_s")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_TURNS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IDLE_S_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_IN_S_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    num_turns: int
+    num_tokens: int
+    kept_tokens: int
+    idle_s: float
+    expires_in_s: float
+    def __init__(self, session_id: _Optional[str] = ..., num_turns: _Optional[int] = ..., num_tokens: _Optional[int] = ..., kept_tokens: _Optional[int] = ..., idle_s: _Optional[float] = ..., expires_in_s: _Optional[float] = ...) -> None: ...
+
+class ListSessionsResponse(_message.Message):
+    __slots__ = ("sessions",)
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    sessions: _containers.RepeatedCompositeFieldContainer[SessionStatus]
+    def __init__(self, sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ...) -> None: ...
+
+class DeleteSessionRequest(_message.Message):
+    __slots__ = ("tenant", "session_id")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    session_id: str
+    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ...) -> None: ...
+
+class DeleteSessionResponse(_message.Message):
+    __slots__ = ("num_blocks_deleted", "num_blocks_shared")
+    NUM_BLOCKS_DELETED_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_SHARED_FIELD_NUMBER: _ClassVar[int]
+    num_blocks_deleted: int
+    num_blocks_shared: int
+    def __init__(self, num_blocks_deleted: _Optional[int] = ..., num_blocks_shared: _Optional[int] = ...) -> None: ...

@@ -45,6 +45,21 @@ class AdminServiceStub:
                 request_serializer=shoal_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=shoal_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
                 _registered_method=True)
+        self.Warm = channel.unary_unary(
+                '/shoal.v1.AdminService/Warm',
+                request_serializer=shoal_dot_v1_dot_admin__pb2.WarmRequest.SerializeToString,
+                response_deserializer=shoal_dot_v1_dot_admin__pb2.WarmResponse.FromString,
+                _registered_method=True)
+        self.ListSessions = channel.unary_unary(
+                '/shoal.v1.AdminService/ListSessions',
+                request_serializer=shoal_dot_v1_dot_admin__pb2.ListSessionsRequest.SerializeToString,
+                response_deserializer=shoal_dot_v1_dot_admin__pb2.ListSessionsResponse.FromString,
+                _registered_method=True)
+        self.DeleteSession = channel.unary_unary(
+                '/shoal.v1.AdminService/DeleteSession',
+                request_serializer=shoal_dot_v1_dot_admin__pb2.DeleteSessionRequest.SerializeToString,
+                response_deserializer=shoal_dot_v1_dot_admin__pb2.DeleteSessionResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -64,6 +79,26 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Warm(self, request, context):
+        """Computes a prompt's KV ahead of its use and pins it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListSessions(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteSession(self, request, context):
+        """Deletes a conversation, and its blocks that no other one shares.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -76,6 +111,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=shoal_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
                     response_serializer=shoal_dot_v1_dot_admin__pb2.ExplainResponse.SerializeToString,
+            ),
+            'Warm': grpc.unary_unary_rpc_method_handler(
+                    servicer.Warm,
+                    request_deserializer=shoal_dot_v1_dot_admin__pb2.WarmRequest.FromString,
+                    response_serializer=shoal_dot_v1_dot_admin__pb2.WarmResponse.SerializeToString,
+            ),
+            'ListSessions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSessions,
+                    request_deserializer=shoal_dot_v1_dot_admin__pb2.ListSessionsRequest.FromString,
+                    response_serializer=shoal_dot_v1_dot_admin__pb2.ListSessionsResponse.SerializeToString,
+            ),
+            'DeleteSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteSession,
+                    request_deserializer=shoal_dot_v1_dot_admin__pb2.DeleteSessionRequest.FromString,
+                    response_serializer=shoal_dot_v1_dot_admin__pb2.DeleteSessionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -133,6 +183,87 @@ class AdminService:
             '/shoal.v1.AdminService/Explain',
             shoal_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
             shoal_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Warm(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.v1.AdminService/Warm',
+            shoal_dot_v1_dot_admin__pb2.WarmRequest.SerializeToString,
+            shoal_dot_v1_dot_admin__pb2.WarmResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSessions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.v1.AdminService/ListSessions',
+            shoal_dot_v1_dot_admin__pb2.ListSessionsRequest.SerializeToString,
+            shoal_dot_v1_dot_admin__pb2.ListSessionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.v1.AdminService/DeleteSession',
+            shoal_dot_v1_dot_admin__pb2.DeleteSessionRequest.SerializeToString,
+            shoal_dot_v1_dot_admin__pb2.DeleteSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -70,7 +70,7 @@ class DeviceLimits(_message.Message):
     def __init__(self, moderate_c: _Optional[float] = ..., hot_c: _Optional[float] = ..., critical_c: _Optional[float] = ..., low_battery_percent: _Optional[float] = ..., critical_battery_percent: _Optional[float] = ..., busy_load: _Optional[float] = ..., max_batch: _Optional[_Iterable[int]] = ..., steps_per_s: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class DeviceProfile(_message.Message):
-    __slots__ = ("name", "kind", "memory_bytes", "speed", "allow_direct_links", "max_batch", "is_emulated", "mode", "fallback_timeout_ms", "limits")
+    __slots__ = ("name", "kind", "memory_bytes", "speed", "allow_direct_links", "max_batch", "is_emulated", "mode", "fallback_timeout_ms", "limits", "host_kv_bytes", "kv_policy")
     NAME_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -81,6 +81,8 @@ class DeviceProfile(_message.Message):
     MODE_FIELD_NUMBER: _ClassVar[int]
     FALLBACK_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
+    HOST_KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_POLICY_FIELD_NUMBER: _ClassVar[int]
     name: str
     kind: str
     memory_bytes: int
@@ -91,7 +93,9 @@ class DeviceProfile(_message.Message):
     mode: DeviceMode
     fallback_timeout_ms: float
     limits: DeviceLimits
-    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., speed: _Optional[float] = ..., allow_direct_links: _Optional[bool] = ..., max_batch: _Optional[int] = ..., is_emulated: _Optional[bool] = ..., mode: _Optional[_Union[DeviceMode, str]] = ..., fallback_timeout_ms: _Optional[float] = ..., limits: _Optional[_Union[DeviceLimits, _Mapping]] = ...) -> None: ...
+    host_kv_bytes: int
+    kv_policy: str
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., speed: _Optional[float] = ..., allow_direct_links: _Optional[bool] = ..., max_batch: _Optional[int] = ..., is_emulated: _Optional[bool] = ..., mode: _Optional[_Union[DeviceMode, str]] = ..., fallback_timeout_ms: _Optional[float] = ..., limits: _Optional[_Union[DeviceLimits, _Mapping]] = ..., host_kv_bytes: _Optional[int] = ..., kv_policy: _Optional[str] = ...) -> None: ...
 
 class RuntimeSummary(_message.Message):
     __slots__ = ("name", "version", "kernel_fingerprint")
@@ -134,7 +138,7 @@ class Welcome(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., heartbeat_interval_s: _Optional[float] = ..., socket_port: _Optional[int] = ..., link_token: _Optional[bytes] = ...) -> None: ...
 
 class Telemetry(_message.Message):
-    __slots__ = ("rss_bytes", "kv_bytes", "weight_bytes", "free_memory_bytes", "cpu_load", "temperature_c", "battery_percent", "is_charging", "other_load", "clock")
+    __slots__ = ("rss_bytes", "kv_bytes", "weight_bytes", "free_memory_bytes", "cpu_load", "temperature_c", "battery_percent", "is_charging", "other_load", "clock", "kv_tiers")
     RSS_BYTES_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -145,6 +149,7 @@ class Telemetry(_message.Message):
     IS_CHARGING_FIELD_NUMBER: _ClassVar[int]
     OTHER_LOAD_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
+    KV_TIERS_FIELD_NUMBER: _ClassVar[int]
     rss_bytes: int
     kv_bytes: int
     weight_bytes: int
@@ -155,7 +160,49 @@ class Telemetry(_message.Message):
     is_charging: bool
     other_load: float
     clock: float
-    def __init__(self, rss_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., free_memory_bytes: _Optional[int] = ..., cpu_load: _Optional[float] = ..., temperature_c: _Optional[float] = ..., battery_percent: _Optional[float] = ..., is_charging: _Optional[bool] = ..., other_load: _Optional[float] = ..., clock: _Optional[float] = ...) -> None: ...
+    kv_tiers: _containers.RepeatedCompositeFieldContainer[KVTierStatus]
+    def __init__(self, rss_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., free_memory_bytes: _Optional[int] = ..., cpu_load: _Optional[float] = ..., temperature_c: _Optional[float] = ..., battery_percent: _Optional[float] = ..., is_charging: _Optional[bool] = ..., other_load: _Optional[float] = ..., clock: _Optional[float] = ..., kv_tiers: _Optional[_Iterable[_Union[KVTierStatus, _Mapping]]] = ...) -> None: ...
+
+class KVTierStatus(_message.Message):
+    __slots__ = ("tier", "state", "budget_bytes", "used_bytes", "num_blocks", "hits", "misses", "puts", "evictions", "dropped_writes", "mismatches", "oldest_s", "mean_age_s", "read_mb_s", "write_mb_s")
+    class MismatchesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    PUTS_FIELD_NUMBER: _ClassVar[int]
+    EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_WRITES_FIELD_NUMBER: _ClassVar[int]
+    MISMATCHES_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_S_FIELD_NUMBER: _ClassVar[int]
+    MEAN_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    READ_MB_S_FIELD_NUMBER: _ClassVar[int]
+    WRITE_MB_S_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    state: str
+    budget_bytes: int
+    used_bytes: int
+    num_blocks: int
+    hits: int
+    misses: int
+    puts: int
+    evictions: int
+    dropped_writes: int
+    mismatches: _containers.ScalarMap[str, int]
+    oldest_s: float
+    mean_age_s: float
+    read_mb_s: float
+    write_mb_s: float
+    def __init__(self, tier: _Optional[str] = ..., state: _Optional[str] = ..., budget_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., puts: _Optional[int] = ..., evictions: _Optional[int] = ..., dropped_writes: _Optional[int] = ..., mismatches: _Optional[_Mapping[str, int]] = ..., oldest_s: _Optional[float] = ..., mean_age_s: _Optional[float] = ..., read_mb_s: _Optional[float] = ..., write_mb_s: _Optional[float] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("telemetry",)

@@ -28,7 +28,7 @@ class FlowResponse(_message.Message):
     def __init__(self, frame: _Optional[_Union[Frame, _Mapping]] = ...) -> None: ...
 
 class Frame(_message.Message):
-    __slots__ = ("pipeline_id", "epoch", "to_stage", "link_hello", "step", "step_result", "cancel", "step_failed")
+    __slots__ = ("pipeline_id", "epoch", "to_stage", "link_hello", "step", "step_result", "cancel", "step_failed", "restore", "restored", "prefetch", "keep_blocks", "forget_blocks")
     PIPELINE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TO_STAGE_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,11 @@ class Frame(_message.Message):
     STEP_RESULT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     STEP_FAILED_FIELD_NUMBER: _ClassVar[int]
+    RESTORE_FIELD_NUMBER: _ClassVar[int]
+    RESTORED_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_FIELD_NUMBER: _ClassVar[int]
+    KEEP_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FORGET_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     pipeline_id: str
     epoch: int
     to_stage: int
@@ -45,7 +50,12 @@ class Frame(_message.Message):
     step_result: StepResult
     cancel: Cancel
     step_failed: StepFailed
-    def __init__(self, pipeline_id: _Optional[str] = ..., epoch: _Optional[int] = ..., to_stage: _Optional[int] = ..., link_hello: _Optional[_Union[LinkHello, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., step_result: _Optional[_Union[StepResult, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ...) -> None: ...
+    restore: Restore
+    restored: Restored
+    prefetch: Prefetch
+    keep_blocks: KeepBlocks
+    forget_blocks: ForgetBlocks
+    def __init__(self, pipeline_id: _Optional[str] = ..., epoch: _Optional[int] = ..., to_stage: _Optional[int] = ..., link_hello: _Optional[_Union[LinkHello, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., step_result: _Optional[_Union[StepResult, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., restored: _Optional[_Union[Restored, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., keep_blocks: _Optional[_Union[KeepBlocks, _Mapping]] = ..., forget_blocks: _Optional[_Union[ForgetBlocks, _Mapping]] = ...) -> None: ...
 
 class LinkHello(_message.Message):
     __slots__ = ("protocol_version", "worker_id", "incarnation", "link_token")
@@ -96,14 +106,18 @@ class StepRow(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., slot: _Optional[int] = ..., position: _Optional[int] = ..., num_tokens: _Optional[int] = ..., sample: _Optional[bool] = ..., start: _Optional[_Union[SequenceStart, _Mapping]] = ...) -> None: ...
 
 class SequenceStart(_message.Message):
-    __slots__ = ("sampling", "prompt_token_ids", "stop_token_ids")
+    __slots__ = ("sampling", "prompt_token_ids", "stop_token_ids", "block_hashes", "is_kv_exact")
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    IS_KV_EXACT_FIELD_NUMBER: _ClassVar[int]
     sampling: _types_pb2.SamplingParams
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    is_kv_exact: bool
+    def __init__(self, sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., is_kv_exact: _Optional[bool] = ...) -> None: ...
 
 class StepResult(_message.Message):
     __slots__ = ("step", "tokens", "burst_steps", "stamps_ns")
@@ -154,3 +168,61 @@ class StepFailed(_message.Message):
     reason: str
     message: str
     def __init__(self, step: _Optional[int] = ..., stage: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class Restore(_message.Message):
+    __slots__ = ("sequence_id", "slot", "block_hashes", "is_exact_only", "fetch_timeout_ms", "restored")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    IS_EXACT_ONLY_FIELD_NUMBER: _ClassVar[int]
+    FETCH_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    RESTORED_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    slot: int
+    block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    is_exact_only: bool
+    fetch_timeout_ms: float
+    restored: RestoredBlocks
+    def __init__(self, sequence_id: _Optional[int] = ..., slot: _Optional[int] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., is_exact_only: _Optional[bool] = ..., fetch_timeout_ms: _Optional[float] = ..., restored: _Optional[_Union[RestoredBlocks, _Mapping]] = ...) -> None: ...
+
+class RestoredBlocks(_message.Message):
+    __slots__ = ("num_blocks", "num_from_redis", "codec", "is_exact")
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FROM_REDIS_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    IS_EXACT_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    num_from_redis: int
+    codec: str
+    is_exact: bool
+    def __init__(self, num_blocks: _Optional[int] = ..., num_from_redis: _Optional[int] = ..., codec: _Optional[str] = ..., is_exact: _Optional[bool] = ...) -> None: ...
+
+class Restored(_message.Message):
+    __slots__ = ("sequence_id", "restored")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    RESTORED_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    restored: RestoredBlocks
+    def __init__(self, sequence_id: _Optional[int] = ..., restored: _Optional[_Union[RestoredBlocks, _Mapping]] = ...) -> None: ...
+
+class Prefetch(_message.Message):
+    __slots__ = ("block_hashes", "timeout_ms")
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    timeout_ms: float
+    def __init__(self, block_hashes: _Optional[_Iterable[bytes]] = ..., timeout_ms: _Optional[float] = ...) -> None: ...
+
+class KeepBlocks(_message.Message):
+    __slots__ = ("block_hashes", "ttl_s")
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    ttl_s: float
+    def __init__(self, block_hashes: _Optional[_Iterable[bytes]] = ..., ttl_s: _Optional[float] = ...) -> None: ...
+
+class ForgetBlocks(_message.Message):
+    __slots__ = ("block_hashes",)
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, block_hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...

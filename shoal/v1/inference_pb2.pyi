@@ -1,11 +1,21 @@
 from shoal.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class KVReuse(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    KV_REUSE_UNSPECIFIED: _ClassVar[KVReuse]
+    KV_REUSE_EXACT: _ClassVar[KVReuse]
+    KV_REUSE_NONE: _ClassVar[KVReuse]
+KV_REUSE_UNSPECIFIED: KVReuse
+KV_REUSE_EXACT: KVReuse
+KV_REUSE_NONE: KVReuse
 
 class ChatMessage(_message.Message):
     __slots__ = ("role", "content")
@@ -28,7 +38,7 @@ class TokenInput(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "prompt", "chat", "tokens", "sampling", "max_tokens", "stop", "ignore_eos", "qos_class", "request_id", "tenant", "max_tokens_per_s", "ttft_target_ms", "inter_token_target_ms")
+    __slots__ = ("model", "prompt", "chat", "tokens", "sampling", "max_tokens", "stop", "ignore_eos", "qos_class", "request_id", "tenant", "max_tokens_per_s", "ttft_target_ms", "inter_token_target_ms", "session_id", "kv_reuse")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +53,8 @@ class GenerateRequest(_message.Message):
     MAX_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     TTFT_TARGET_MS_FIELD_NUMBER: _ClassVar[int]
     INTER_TOKEN_TARGET_MS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    KV_REUSE_FIELD_NUMBER: _ClassVar[int]
     model: str
     prompt: str
     chat: ChatInput
@@ -57,7 +69,21 @@ class GenerateRequest(_message.Message):
     max_tokens_per_s: float
     ttft_target_ms: float
     inter_token_target_ms: float
-    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[str] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., tokens: _Optional[_Union[TokenInput, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., qos_class: _Optional[_Union[_types_pb2.QosClass, str]] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., max_tokens_per_s: _Optional[float] = ..., ttft_target_ms: _Optional[float] = ..., inter_token_target_ms: _Optional[float] = ...) -> None: ...
+    session_id: str
+    kv_reuse: KVReuse
+    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[str] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., tokens: _Optional[_Union[TokenInput, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., qos_class: _Optional[_Union[_types_pb2.QosClass, str]] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., max_tokens_per_s: _Optional[float] = ..., ttft_target_ms: _Optional[float] = ..., inter_token_target_ms: _Optional[float] = ..., session_id: _Optional[str] = ..., kv_reuse: _Optional[_Union[KVReuse, str]] = ...) -> None: ...
+
+class CacheUse(_message.Message):
+    __slots__ = ("cached_tokens", "from_redis_tokens", "codec", "is_exact")
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FROM_REDIS_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    IS_EXACT_FIELD_NUMBER: _ClassVar[int]
+    cached_tokens: int
+    from_redis_tokens: int
+    codec: str
+    is_exact: bool
+    def __init__(self, cached_tokens: _Optional[int] = ..., from_redis_tokens: _Optional[int] = ..., codec: _Optional[str] = ..., is_exact: _Optional[bool] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("accepted", "delta", "finished")
@@ -94,7 +120,7 @@ class Delta(_message.Message):
     def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("finish_reason", "prompt_tokens", "completion_tokens", "ttft_ms", "tokens_per_s", "pipeline", "pipeline_id", "queue_ms", "num_preemptions")
+    __slots__ = ("finish_reason", "prompt_tokens", "completion_tokens", "ttft_ms", "tokens_per_s", "pipeline", "pipeline_id", "queue_ms", "num_preemptions", "cache")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -104,6 +130,7 @@ class Finished(_message.Message):
     PIPELINE_ID_FIELD_NUMBER: _ClassVar[int]
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FIELD_NUMBER: _ClassVar[int]
     finish_reason: _types_pb2.FinishReason
     prompt_tokens: int
     completion_tokens: int
@@ -113,7 +140,8 @@ class Finished(_message.Message):
     pipeline_id: str
     queue_ms: float
     num_preemptions: int
-    def __init__(self, finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., ttft_ms: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., pipeline: _Optional[_Iterable[_Union[StageSummary, _Mapping]]] = ..., pipeline_id: _Optional[str] = ..., queue_ms: _Optional[float] = ..., num_preemptions: _Optional[int] = ...) -> None: ...
+    cache: CacheUse
+    def __init__(self, finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., ttft_ms: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., pipeline: _Optional[_Iterable[_Union[StageSummary, _Mapping]]] = ..., pipeline_id: _Optional[str] = ..., queue_ms: _Optional[float] = ..., num_preemptions: _Optional[int] = ..., cache: _Optional[_Union[CacheUse, _Mapping]] = ...) -> None: ...
 
 class StageSummary(_message.Message):
     __slots__ = ("worker_id", "layers", "device")
