@@ -319,6 +319,13 @@ def test_up_with_an_unknown_device_says_which_there_are(run: Run) -> None:
     assert "toaster" in outcome.err
 
 
+def test_up_with_a_comma_too_many_says_that_a_device_has_no_name(run: Run) -> None:
+    outcome = run("up", "--devices", "phone,,tablet", "--port", "0")
+
+    assert (outcome.code, outcome.out, outcome.err.count("\n")) == (1, "", 1)
+    assert outcome.err.startswith("error: there is no device profile ''; shipped are host, laptop, phone, tablet")
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

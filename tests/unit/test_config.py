@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.core.limits import PREFILL_ROOM_TOKENS
 from shoal.config import Config, OrchestratorConfig, WorkerConfig, default_home, from_environment, options
 from shoal.errors import ConfigError
+from tests.support.builders import make_limits
 
 BOTH: list[type[Config]] = [OrchestratorConfig, WorkerConfig]
 
@@ -71,6 +73,13 @@ def test_overrides_may_be_texts_or_whole_numbers_for_decimals() -> None:
         ("SHOAL_USE_SOCKETS", "maybe", r"use_sockets = 'maybe' is not allowed; it must be one of 1, true"),
         ("SHOAL_MODEL", " ", r"model = ' ' is not allowed; it must be a text that is not empty"),
         ("SHOAL_MAX_SEQUENCES", "0", r"max_sequences = '0' is not allowed; it must be from 1 to 1024"),
+        ("SHOAL_CHUNK_TOKENS", "7", r"chunk_tokens = '7' is not allowed; it must be from 8 to 4096"),
+        ("SHOAL_TTFT_MS", "0", r"ttft_ms = '0.0' is not allowed; it must be more than 0 and at most \d"),
+        (
+            "SHOAL_INTER_TOKEN_MS",
+            "1e308",
+            r"inter_token_ms = '1e\+308' is not allowed; it must be more than 0 and at most \d",
+        ),
     ],
 )
 def test_a_wrong_variable_is_refused_with_its_name_and_what_is_allowed(variable: str, text: str, message: str) -> None:
@@ -97,6 +106,15 @@ def test_a_value_is_checked_however_the_configuration_is_made() -> None:
 def test_a_lease_shorter_than_a_heartbeat_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"lease_s = 1.0 must be more than heartbeat_s = 1.0"):
         OrchestratorConfig(lease_s=1.0, heartbeat_s=1.0)
+
+
+def test_the_smallest_chunk_is_the_smallest_that_a_scheduler_takes() -> None:
+    least = 2 * PREFILL_ROOM_TOKENS
+
+    assert OrchestratorConfig(chunk_tokens=least).chunk_tokens == make_limits(chunk_tokens=least).chunk_tokens
+    for make in (OrchestratorConfig, make_limits):
+        with pytest.raises(ConfigError, match="chunk_tokens"):
+            make(chunk_tokens=least - 1)
 
 
 @pytest.mark.parametrize("join", ["", "box", "box:", ":50070", "box:0", "box:70000", "box:²"])

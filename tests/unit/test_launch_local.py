@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from launch.local import Child, LocalFleet, to_flags, to_toml
-from launch.profiles import load_profile, shipped_names
+from launch.profiles import SHIPPED, load_profile
 from shoal.config import Config, OrchestratorConfig, WorkerConfig
 from shoal.errors import ConfigError, LaunchFailed
 from shoal.types import BatteryModel, DeviceLimits, DeviceMode, DeviceProfile, LinkProfile, ThermalModel
@@ -134,6 +134,37 @@ def test_a_port_that_is_taken_starts_nothing(tmp_path: Path) -> None:
     assert fleet.children == []
 
 
+def start_without_processes(fleet: LocalFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start a fleet of which nobody listens on its port yet."""
+    monkeypatch.setattr(LocalFleet, "_start_child", lambda *_: None)
+    fleet.start()
+
+
+def test_a_port_on_which_another_fleet_of_the_home_starts_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make_fleet(tmp_path, ["phone"])
+    start_without_processes(first, monkeypatch)
+
+    with pytest.raises(ConfigError, match=f"another fleet of .* starts on port {first.config.port}; choose") as raised:
+        start_without_processes(make_fleet(tmp_path, ["phone"], port=first.config.port), monkeypatch)
+
+    assert raised.value.field == "port"
+    first.stop()
+
+
+def test_a_fleet_can_start_where_another_of_the_home_has_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make_fleet(tmp_path, ["phone"])
+    start_without_processes(first, monkeypatch)
+    first.stop()
+
+    second = make_fleet(tmp_path, ["phone"], port=first.config.port)
+    start_without_processes(second, monkeypatch)
+    second.stop()
+
+
 @pytest.mark.parametrize(
     "config", [OrchestratorConfig(use_sockets=False, split="12,18"), WorkerConfig(worker_id="a b")]
 )
@@ -155,7 +186,7 @@ def test_a_profile_is_read_back_from_its_file_as_it_was(tmp_path: Path, profile:
     assert load_profile(str(path)) == profile
 
 
-@pytest.mark.parametrize("name", shipped_names())
+@pytest.mark.parametrize("name", SHIPPED.names())
 def test_a_shipped_profile_is_read_back_from_its_file_as_it_was(tmp_path: Path, name: str) -> None:
     profile, path = load_profile(name), tmp_path / "profile.toml"
     path.write_text(to_toml(profile), encoding="utf-8")

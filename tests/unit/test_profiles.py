@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.profiles import Machine, load_profile, measure_machine, shipped_names
+from launch.profiles import SHIPPED, Machine, load_profile, measure_machine
 from shoal.errors import ConfigError
 from shoal.types import BatteryModel, DeviceLimits, DeviceMode, DeviceProfile, LinkProfile, ThermalModel
 from worker.emulation import EmulatedDevice, LinkShaper, temperature_after
@@ -29,7 +29,7 @@ def load(folder: Path, text: str) -> DeviceProfile:
 
 
 def test_the_shipped_profiles_are_listed() -> None:
-    assert shipped_names() == ("host", "laptop", "phone", "tablet")
+    assert SHIPPED.names() == ("host", "laptop", "phone", "tablet")
 
 
 @pytest.mark.parametrize("name", ["host", "laptop", "phone", "tablet"])
@@ -132,7 +132,9 @@ def test_broken_toml_names_file_line_and_what_is_there(tmp_path: Path, text: str
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("speed = 0", "speed = 0 is not allowed; it must be a number above 0"),
+        ("speed = 0", "speed = 0 is not allowed; it must be a number from 0.001 to 100"),
+        ("speed = 0.0005", r"speed = 0\.0005 is not allowed; it must be a number from 0.001 to 100"),
+        ("speed = 101", "speed = 101 is not allowed; it must be a number from 0.001 to 100"),
         ("speed = nan", "speed = nan is not allowed"),
         ('speed = "fast"', "speed = 'fast' is not allowed"),
         ("threads = -1", "threads = -1 is not allowed; it must be a whole number, or 0"),
@@ -263,6 +265,17 @@ def test_a_required_field_that_is_missing_is_named(tmp_path: Path, field: str) -
     text = "".join(line for line in SMALLEST.splitlines(keepends=True) if not line.startswith(field))
     with pytest.raises(ConfigError, match=rf"mine\.toml: {field} is missing; it must be "):
         load(tmp_path, text)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", r"a\\b", r"a\tb", r"a\u0007b"], ids=ascii)
+def test_a_name_that_is_empty_or_cannot_be_shown_or_has_a_separator_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"mine\.toml:1: name = '.*' is not allowed; .* and without / or \\"):
+        load(tmp_path, SMALLEST.replace("mine", name))
+
+
+@pytest.mark.parametrize("speed", [0.001, 100.0])
+def test_speeds_at_the_ends_of_the_range_are_taken(tmp_path: Path, speed: float) -> None:
+    assert load(tmp_path, f"{SMALLEST}speed = {speed}\n").speed == speed
 
 
 def test_an_unknown_kind_lists_the_kinds(tmp_path: Path) -> None:

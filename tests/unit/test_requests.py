@@ -12,6 +12,7 @@ from orchestrator.core.qos import LATENCY_TARGETS
 from orchestrator.core.sequence import QosTargets, Sequence
 from orchestrator.requests import DecodedRequest, RequestDecoder
 from orchestrator.tokenizer import Tokenizer
+from shoal.config import MAX_TARGET_MS
 from shoal.errors import InvalidRequest
 from shoal.types import NumericClass, QosClass, SequenceId
 from shoal.v1 import inference_pb2, types_pb2
@@ -128,9 +129,9 @@ def test_a_request_has_the_tenant_and_the_pace_it_names() -> None:
         ("max_tokens_per_s", math.nan, "0 (no limit) or from 1 to 1000"),
         ("max_tokens_per_s", math.inf, "0 (no limit) or from 1 to 1000"),
         *[
-            (field, value, "a number of milliseconds above 0")
+            (field, value, "a number of milliseconds above 0 and at most ")
             for field in ("ttft_target_ms", "inter_token_target_ms")
-            for value in (0.0, -5.0, math.nan, math.inf)
+            for value in (0.0, -5.0, MAX_TARGET_MS + 1.0, math.nan, math.inf)
         ],
     ],
 )
@@ -140,6 +141,12 @@ def test_a_bad_value_is_refused_with_field_value_and_what_is_allowed(field: str,
     assert error.field == field
     assert error.message.startswith(f"{field}: {value!r:.40}")
     assert allowed in error.message
+
+
+def test_targets_of_an_hour_are_taken() -> None:
+    sequence = sequence_of(ttft_target_ms=MAX_TARGET_MS, inter_token_target_ms=MAX_TARGET_MS)
+
+    assert sequence.targets == QosTargets(3600.0, 3600.0)
 
 
 def test_a_tenant_of_the_longest_name_is_taken() -> None:

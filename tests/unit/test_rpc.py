@@ -126,6 +126,14 @@ def test_a_refused_connection_says_how_to_start_a_fleet() -> None:
     )
 
 
+def test_a_deadline_that_passes_is_told_as_such() -> None:
+    passed = FakeRpcError(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+
+    assert rpc.error_from_rpc(passed, ADDRESS).message == (
+        f"no complete answer from {ADDRESS} before the deadline; allow more time"
+    )
+
+
 def test_a_message_over_the_limit_is_the_requests_fault() -> None:
     too_large = FakeRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, "SERVER: Received message larger than max (9 vs. 4)")
 
