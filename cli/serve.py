@@ -6,10 +6,12 @@ Flags, environment names and help of a process derive from the fields of its con
 from __future__ import annotations
 
 import inspect
+import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
 
 DEFAULT_DEVICES = "phone,phone,tablet"
 WATCH_S = 0.2
+DEFAULT_REDIS = "auto"
+DEFAULT_REDIS_MIB = 512
+# Of redis_url, and as others name it.
+REDIS_URL_ENVS = ("SHOAL_REDIS_URL", "REDIS_URL")
 
 Devices = Annotated[
     str,
@@ -34,6 +40,14 @@ Devices = Annotated[
         help="Device profiles to emulate, by name or path, with commas between; tablet:latency is a tablet kept for latency."
     ),
 ]
+RedisChoice = Annotated[
+    str,
+    typer.Option(
+        help="Where KV and sessions outlive the fleet: auto is SHOAL_REDIS_URL or REDIS_URL where one is set, else a "
+        "server of its own; none; or an URL.",
+    ),
+]
+RedisMib = Annotated[int, typer.Option(help="Memory in MiB of a Redis server of its own.", min=16)]
 StopOnStdinEof = Annotated[bool, typer.Option("--stop-on-stdin-eof", hidden=True)]
 
 
@@ -89,11 +103,16 @@ def worker(
     raise typer.Exit(run(config, load_profile(profile), stop_on_stdin_eof=stop_on_stdin_eof))
 
 
-@with_options(OrchestratorConfig, without=("expect_workers",))
-def up(devices: Devices = DEFAULT_DEVICES, **values: Any) -> None:
+@with_options(OrchestratorConfig, without=("expect_workers", "redis_url"))
+def up(
+    devices: Devices = DEFAULT_DEVICES,
+    redis: RedisChoice = DEFAULT_REDIS,
+    kv_redis_mib: RedisMib = DEFAULT_REDIS_MIB,
+    **values: Any,
+) -> None:
     """Run a whole fleet on this machine until Ctrl-C."""
     config = from_environment(OrchestratorConfig, values)
-    with running_fleet(config, devices) as (fleet, status), suppress(KeyboardInterrupt):
+    with running_fleet(config, devices, redis, kv_redis_mib) as (fleet, status), suppress(KeyboardInterrupt):
         say(device_table(status))
         say(f"{status.model} is ready at {fleet.address}; logs are in {fleet.log_directory}")
         server = "" if fleet.config.port == DEFAULT_PORT else f" --server {fleet.address}"
@@ -103,14 +122,23 @@ def up(devices: Devices = DEFAULT_DEVICES, **values: Any) -> None:
 
 
 @contextmanager
-def running_fleet(config: OrchestratorConfig, devices: str) -> Iterator[tuple[LocalFleet, FleetStatus]]:
+def running_fleet(
+    config: OrchestratorConfig, devices: str, redis: str = DEFAULT_REDIS, kv_redis_mib: int = DEFAULT_REDIS_MIB
+) -> Iterator[tuple[LocalFleet, FleetStatus]]:
     """Get the model if need be, start a fleet, wait until it is ready; stop it at the end, also on SIGTERM."""
     from launch.local import LocalFleet
+    from launch.redis_server import EmbeddedRedis
+    from shoal.redis_connection import RedisAddress
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     names = [name.strip() for name in devices.split(",")]
     _check(config, len(names))
-    fleet = LocalFleet(config, names, worker=WorkerConfig(use_sockets=config.use_sockets))
+    url = redis_url(redis)
+    if url:
+        RedisAddress(url)
+    server = None if redis != "auto" or url else EmbeddedRedis(config.home / "redis", kv_redis_mib * 2**20)
+    worker = WorkerConfig(use_sockets=config.use_sockets)
+    fleet = LocalFleet(replace(config, redis_url=url), names, worker=worker, redis=server)
     _require_model(config)
     started_at = time.monotonic()
     with fleet:
@@ -118,7 +146,16 @@ def running_fleet(config: OrchestratorConfig, devices: str) -> Iterator[tuple[Lo
             status = fleet.wait_ready(on_status=lambda seen: update(_describe_start(seen)))
         devices_ready = "1 device" if len(names) == 1 else f"{len(names)} devices"
         say(f"{devices_ready} ready after {time.monotonic() - started_at:.1f} s", style="bold")
+        if fleet.redis_failure:
+            note(f"going on without Redis, so KV and sessions end with the fleet: {fleet.redis_failure}")
         yield fleet, status
+
+
+def redis_url(choice: str, environ: Mapping[str, str] = os.environ) -> str:
+    """The URL that a choice of --redis stands for; empty for none, and for a server that is to be started."""
+    if choice == "auto":
+        return next((environ[name] for name in REDIS_URL_ENVS if environ.get(name)), "")
+    return "" if choice == "none" else choice
 
 
 def _check(config: OrchestratorConfig, num_devices: int) -> None:
@@ -161,4 +198,6 @@ def _watch(fleet: LocalFleet) -> NoReturn:
             if child.name not in told:
                 note(f"{child.name} {how_it_ended(child)}; the others go on without it (log: {child.log_path})")
                 told.add(child.name)
+        if fleet.redis is not None and (told_of_redis := fleet.redis.revive()):
+            note(told_of_redis)
         time.sleep(WATCH_S)

@@ -7,6 +7,7 @@ command lines and by what the orchestrator's GetStatus says. Called by `shoal up
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -22,6 +23,7 @@ from types import TracebackType
 from typing import IO, NoReturn, Self
 
 from launch.profiles import load_profile
+from launch.redis_server import EmbeddedRedis
 from modelstore.file_lock import exclusive_lock
 from shoal.client import Client
 from shoal.config import Config, OrchestratorConfig, WorkerConfig, options
@@ -39,6 +41,7 @@ WORKER_STOP_S = 3.0
 # What the orchestrator may take beyond draining.
 ORCHESTRATOR_STOP_S = 3.0
 NUM_LOG_LINES = 12
+REDIS_URL_ENV = "SHOAL_REDIS_URL"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,21 +97,31 @@ class LocalFleet:
         devices: Sequence[str | DeviceProfile],
         *,
         worker: WorkerConfig | None = None,
+        redis: EmbeddedRedis | None = None,
     ) -> None:
+        """redis: a server to run beside them, in place of the configuration's redis_url."""
         if not devices:
             raise ConfigError("a fleet needs at least one device", field="devices")
         self._worker = worker or WorkerConfig()
         self._devices = [_Device.parse(device) if isinstance(device, str) else _Device(device) for device in devices]
+        self.redis = redis
         port = config.port or _free_port(config.host)
         self.config = replace(config, port=port, expect_workers=len(devices))
         self.address = f"{_reachable(config.host)}:{port}"
         self._lock = ExitStack()
         self.children: list[Child] = []
+        # Why there is no embedded Redis though one was to be started.
+        self.redis_failure = ""
 
     @property
     def log_directory(self) -> Path:
         """One for each port, so that fleets of one home do not write over each other's logs."""
         return self.config.home / "logs" / str(self.config.port)
+
+    @property
+    def redis_url(self) -> str:
+        """What the processes are told; by their environment, for everybody may read a command line. Empty: there is none."""
+        return self.config.redis_url if self.redis is None else self.redis.url
 
     @property
     def worker_ids(self) -> list[str]:
@@ -122,6 +135,8 @@ class LocalFleet:
         """
         self._lock.enter_context(exclusive_lock(self.log_directory / "lock", self._fail_as_taken))
         _check_free(self.config.host, self.config.port)
+        if self.redis is not None:
+            self._start_redis(self.redis)
         self._start_child(ORCHESTRATOR, [ORCHESTRATOR, *to_flags(self.config)])
         for worker_id, device in zip(self.worker_ids, self._devices, strict=True):
             config = replace(self._worker, join=self.address, worker_id=worker_id, home=self.config.home)
@@ -136,6 +151,14 @@ class LocalFleet:
             "that is free",
             field="port",
         )
+
+    def _start_redis(self, redis: EmbeddedRedis) -> None:
+        """Start it, or go on without one: nothing that is asked of a fleet needs it."""
+        try:
+            redis.start()
+        except LaunchFailed as error:
+            self.redis = None
+            self.redis_failure = error.message
 
     def _write_profile(self, worker_id: str, profile: DeviceProfile) -> Path:
         path = self.config.home / "devices" / worker_id / "profile.toml"
@@ -154,6 +177,7 @@ class LocalFleet:
                 stderr=subprocess.STDOUT,
                 # Out of the terminal's reach: Ctrl-C is for this process alone, which then stops them in order.
                 start_new_session=True,
+                env={**os.environ, REDIS_URL_ENV: self.redis_url},
             )
         self.children.append(Child(name, process, log_path, profile))
 
@@ -198,7 +222,7 @@ class LocalFleet:
         return len(status.devices) == len(self._devices) and all(one.layers is None for one in status.devices)
 
     def stop(self) -> None:
-        """End all children: the orchestrator first, which drains, then the workers; who does not end is killed."""
+        """End all children: the orchestrator, which drains, the workers, Redis at last; who does not end is killed."""
         try:
             self._end(self.children[:1], self.config.drain_s + ORCHESTRATOR_STOP_S)
             self._end(self.children[1:], WORKER_STOP_S)
@@ -208,6 +232,8 @@ class LocalFleet:
                 child.process.wait()
                 _pipe_of(child).close()
             self.children.clear()
+            if self.redis is not None:
+                self.redis.stop()
             self._lock.close()
 
     def _end(self, children: list[Child], timeout_s: float) -> None:
@@ -246,9 +272,11 @@ def how_it_ended(child: Child) -> str:
 
 
 def to_flags(config: Config) -> list[str]:
-    """The command line that gives a `shoal` process exactly this configuration."""
+    """The command line that gives a `shoal` process this configuration, apart from what only its environment may have."""
     flags: list[str] = []
     for option in options(type(config)):
+        if option.env == REDIS_URL_ENV:
+            continue
         value = getattr(config, option.name)
         if isinstance(value, bool):
             flags.append(option.flag if value else option.flag.replace("--", "--no-", 1))
@@ -264,6 +292,8 @@ def to_toml(profile: DeviceProfile) -> str:
         "kind": profile.kind,
         "mode": profile.mode.value,
         "memory_mib": max(1, profile.memory_bytes // 2**20),
+        "host_kv_mib": profile.host_kv_bytes // 2**20,
+        "kv_policy": profile.kv_policy.value,
         "speed": profile.speed,
         "threads": profile.num_threads,
         "max_batch": profile.max_batch,

@@ -24,6 +24,7 @@ from shoal.types import (
     DeviceLimits,
     DeviceMode,
     DeviceProfile,
+    KVPolicy,
     LinkProfile,
     ThermalModel,
     ThermalState,
@@ -33,6 +34,9 @@ KINDS = ("phone", "tablet", "laptop", "box", "host")
 
 # The rest is for everything else that runs beside a worker.
 MEMORY_SHARE = 0.8
+# Of a device's memory, for KV blocks that no running sequence holds, where a profile does not say: on a machine with 8 GB
+# free more than ten thousand tokens of a small model, and not enough to shorten what may run at the same time by much.
+HOST_KV_SHARE = 0.1
 
 _MIB = 2**20
 SHIPPED = Shipped("launch", ("devices",), ".toml", "device profile", "profile")
@@ -79,6 +83,12 @@ _RULES = {
     "memory_mib": Rule(
         (int,), "a whole number of MiB, or 0 for what this machine has free", lambda mib: 0 <= mib < 2**40
     ),
+    "host_kv_mib": Rule(
+        (int,),
+        "a whole number of MiB, or 0 to keep no KV; left out: a tenth of the memory",
+        lambda mib: 0 <= mib < 2**40,
+    ),
+    "kv_policy": one_of([policy.value for policy in KVPolicy]),
     "speed": number("a number from 0.001 to 100", lambda speed: 0.001 <= speed <= 100.0),
     "threads": Rule((int,), "a whole number, or 0 for all cores of this machine", lambda count: 0 <= count <= 1024),
     "max_batch": Rule((int,), "a whole number from 1 to 1024", lambda rows: 1 <= rows <= 1024),
@@ -157,6 +167,7 @@ def load_profile(name_or_path: str, measure: Callable[[], Machine] = measure_mac
         if field not in top:
             raise ConfigError(f"{file.name}: {field} is missing; it must be {_RULES[field].allowed}", field=field)
     profile = _build(top, {table: file.content.get(table, {}) for table in _TABLE_RULES}, measure)
+    _check_room(file, profile)
     _check_thresholds(file, profile.limits)
     _check_emulation(file, profile)
     return profile
@@ -200,6 +211,8 @@ def _build(top: Mapping[str, Any], tables: Mapping[str, Any], measure: Callable[
         kind=top["kind"],
         mode=DeviceMode(top.get("mode", DeviceMode.MIXED.value)),
         memory_bytes=memory_bytes,
+        host_kv_bytes=top.get("host_kv_mib", int(memory_bytes * HOST_KV_SHARE) // _MIB) * _MIB,
+        kv_policy=KVPolicy(top.get("kv_policy", KVPolicy.EXACT)),
         speed=float(top.get("speed", 1.0)),
         num_threads=num_threads,
         max_batch=top.get("max_batch", 16),
@@ -225,6 +238,16 @@ def _limits(table: Mapping[str, Any]) -> DeviceLimits:
     if "steps_per_s" in table:
         given["steps_per_s"] = tuple(float(steps) for steps in table["steps_per_s"])
     return DeviceLimits(**given)
+
+
+def _check_room(file: TomlFile, profile: DeviceProfile) -> None:
+    if profile.shard_bytes <= 0:
+        raise _refusal(
+            file,
+            ("host_kv_mib",),
+            f"= {profile.host_kv_bytes // _MIB} is not allowed; it is a part of the memory, which is "
+            f"{profile.memory_bytes // _MIB} MiB, and must leave some of it",
+        )
 
 
 def _check_thresholds(file: TomlFile, limits: DeviceLimits) -> None:

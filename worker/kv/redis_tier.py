@@ -1,0 +1,185 @@
+"""The Redis tier of a worker's KV blocks: written behind, fetched when that is sooner than computing.
+
+Gives `redis_store` a thread, a queue that is bounded in bytes, and an end. Never makes its callers wait, and never fails
+them: what cannot be written is dropped and counted, what cannot be had in time is not found. The worker starts and stops
+it; its compute thread writes and fetches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+
+from shoal.breaker import LinkState
+from shoal.kv import BlockKey
+from shoal.redis_link import AsyncRedisLink
+from shoal.types import KVTierStatus, LinkProfile
+from worker.kv.block import StageBlock
+from worker.kv.redis_store import RedisStore
+
+logger = logging.getLogger(__name__)
+
+# Blocks that wait to be written: what a prompt of some thousand tokens leaves behind, and little memory for a phone.
+MAX_QUEUED_BYTES = 32 * 2**20
+# Of the time there is for stopping, the part in which blocks that wait may still be written.
+FLUSH_SHARE = 0.8
+
+OnFetched = Callable[[dict[BlockKey, bytes]], None]
+
+
+class RedisTier:
+    """See LowerTier in `cache`. One thread from start() to stop(); write and fetch are for one other thread.
+
+    Invariants: each number has one thread that changes it: `_num_taken_bytes` and `_num_refused` the caller's, the others
+    ours; bytes taken less bytes done are those in the queue, at most max_queued_bytes.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        link: LinkProfile | None = None,
+        *,
+        max_queued_bytes: int = MAX_QUEUED_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """url: empty is off; raises ConfigError as AsyncRedisLink does. link: that of an emulated device."""
+        self._clock = clock
+        self._max_queued_bytes = max_queued_bytes
+        self._link = AsyncRedisLink(url, clock)
+        self._store = RedisStore(self._link, link or LinkProfile(), clock)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="kv-redis", daemon=True)
+        self._writes: asyncio.Queue[tuple[StageBlock, bytes]] = asyncio.Queue()
+        self._fetches: set[asyncio.Task[None]] = set()
+        self._stopping = asyncio.Event()
+        self._flush_s = 0.0
+        self._is_stopped = False
+        self._num_taken_bytes = 0
+        self._num_done_bytes = 0
+        self._num_refused = 0
+        self._num_dropped = 0
+
+    @property
+    def queued_bytes(self) -> int:
+        return self._num_taken_bytes - self._num_done_bytes
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """Write what waits, as far as time allows, and end; fetches under way find nothing."""
+        if not self._thread.is_alive():
+            return
+        self._flush_s = timeout_s * FLUSH_SHARE
+        self._post(self._stopping.set)
+        self._thread.join(timeout_s)
+
+    def write(self, block: StageBlock, packed: bytes) -> bool:
+        """Take a block to be written some time; False if it was dropped: Redis is away, or too much waits already."""
+        has_room = self.queued_bytes + len(packed) <= self._max_queued_bytes
+        if has_room and self._link.state.is_usable:
+            self._num_taken_bytes += len(packed)
+            if self._post(lambda: self._writes.put_nowait((block, packed))):
+                return True
+            self._num_taken_bytes -= len(packed)
+        self._num_refused += 1
+        return False
+
+    def fetch(self, blocks: Sequence[StageBlock], timeout_s: float, on_done: OnFetched) -> None:
+        """Look for blocks; on_done gets the leading ones that arrived in time, once, in our thread (here after the end)."""
+        deadline = self._clock() + timeout_s
+        wanted = tuple(blocks)
+        if not self._post(lambda: self._begin(self._fetch(wanted, deadline, on_done))):
+            on_done({})
+
+    def status(self) -> KVTierStatus:
+        state = self._link.state
+        counters = self._store.counters
+        return KVTierStatus(
+            tier="redis",
+            state="slow" if state is LinkState.OK and self._store.is_slow else state.value,
+            budget_bytes=self._max_queued_bytes,
+            used_bytes=max(0, self.queued_bytes),
+            hits=counters.hits,
+            misses=counters.misses,
+            puts=counters.puts,
+            dropped_writes=self._num_refused + self._num_dropped,
+            mismatches=dict(counters.mismatches),
+            read_mb_s=(self._store.reading.bytes_per_s or 0.0) / 1e6,
+            write_mb_s=(self._store.writing.bytes_per_s or 0.0) / 1e6,
+        )
+
+    def _post(self, callback: Callable[[], object]) -> bool:
+        """Have our thread call something; False if it has ended."""
+        if self._is_stopped:
+            return False
+        try:
+            self._loop.call_soon_threadsafe(callback)
+        except RuntimeError:
+            # The loop was closed in between.
+            return False
+        return True
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve())
+        finally:
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        connecting = asyncio.create_task(self._link.connect(0.0))
+        writing = asyncio.create_task(self._write_behind())
+        # Without a writer we would only gather blocks.
+        writing.add_done_callback(lambda _: self._stopping.set())
+        writing.add_done_callback(_tell)
+        await self._stopping.wait()
+        await self._flush()
+        self._is_stopped = True
+        tasks = [connecting, writing, *self._fetches]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._store.close()
+        await self._link.close()
+
+    async def _flush(self) -> None:
+        if self._link.state is not LinkState.OK:
+            return
+        try:
+            async with asyncio.timeout(self._flush_s):
+                await self._writes.join()
+        except TimeoutError:
+            self._num_dropped += self._writes.qsize()
+
+    async def _write_behind(self) -> None:
+        while True:
+            block, packed = await self._writes.get()
+            if not await self._store.store(block, packed):
+                self._num_dropped += 1
+            self._num_done_bytes += len(packed)
+            self._writes.task_done()
+
+    def _begin(self, fetching: Coroutine[None, None, None]) -> None:
+        task = self._loop.create_task(fetching)
+        self._fetches.add(task)
+        task.add_done_callback(self._fetches.discard)
+        task.add_done_callback(_tell)
+
+    async def _fetch(self, blocks: Sequence[StageBlock], deadline: float, on_done: OnFetched) -> None:
+        found: dict[BlockKey, bytes] = {}
+        try:
+            fetched = await self._store.fetch(blocks, deadline)
+            found = fetched.found
+        finally:
+            on_done(found)
+        await self._store.repair(fetched)
+
+
+def _tell(task: asyncio.Task[None]) -> None:
+    """Say what ended a task, if it was a bug of ours: nobody awaits it."""
+    error = None if task.cancelled() else task.exception()
+    if error is not None:
+        logger.error("kv_redis_failed error=%s: %s", type(error).__name__, error, exc_info=error)
