@@ -35,13 +35,16 @@ from shoal.types import (
     DeviceMode,
     DeviceProfile,
     FinishReason,
+    KVPolicy,
+    KVReuse,
+    KVTierStatus,
     LayerRange,
     QosClass,
     SamplingParams,
     ShardShape,
     Telemetry,
 )
-from shoal.v1 import fleet_pb2, types_pb2
+from shoal.v1 import fleet_pb2, inference_pb2, types_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -255,6 +258,7 @@ _PROFILE_FIELDS: Final = (
     "max_batch",
     "is_emulated",
     "fallback_timeout_ms",
+    "host_kv_bytes",
 )
 _LIMITS_FIELDS: Final = (
     "moderate_c",
@@ -272,22 +276,29 @@ _MODE_TO_PROTO: Final = {
     DeviceMode.THROUGHPUT: fleet_pb2.DEVICE_MODE_THROUGHPUT,
 }
 _MODE_FROM_PROTO: Final = {value: mode for mode, value in _MODE_TO_PROTO.items()}
+_KV_POLICIES: Final = frozenset(policy.value for policy in KVPolicy)
 
 
 def profile_to_proto(profile: DeviceProfile) -> fleet_pb2.DeviceProfile:
     """Leave out what concerns the device alone: its threads and how it is emulated."""
     fields: dict[str, Any] = {name: getattr(profile, name) for name in _PROFILE_FIELDS}
     limits: dict[str, Any] = {name: getattr(profile.limits, name) for name in _LIMITS_FIELDS}
-    return fleet_pb2.DeviceProfile(**fields, mode=_MODE_TO_PROTO[profile.mode], limits=fleet_pb2.DeviceLimits(**limits))
+    return fleet_pb2.DeviceProfile(
+        **fields,
+        mode=_MODE_TO_PROTO[profile.mode],
+        limits=fleet_pb2.DeviceLimits(**limits),
+        kv_policy=profile.kv_policy.value,
+    )
 
 
 def profile_from_proto(message: fleet_pb2.DeviceProfile) -> DeviceProfile:
-    """A mode of a later version counts as mixed."""
+    """A mode of a later version counts as mixed, and a KV policy that is none as exact."""
     fields: dict[str, Any] = {name: getattr(message, name) for name in _PROFILE_FIELDS}
     limits: dict[str, Any] = {name: getattr(message.limits, name) for name in _LIMITS_FIELDS}
     limits |= {name: tuple(limits[name]) for name in ("max_batch", "steps_per_s")}
     mode = _MODE_FROM_PROTO.get(message.mode, DeviceMode.MIXED)
-    return DeviceProfile(**fields, mode=mode, limits=DeviceLimits(**limits))
+    kv_policy = KVPolicy(message.kv_policy) if message.kv_policy in _KV_POLICIES else KVPolicy.EXACT
+    return DeviceProfile(**fields, mode=mode, limits=DeviceLimits(**limits), kv_policy=kv_policy)
 
 
 _TELEMETRY_FIELDS: Final = (
@@ -301,17 +312,43 @@ _TELEMETRY_FIELDS: Final = (
     "clock",
 )
 _SENSOR_FIELDS: Final = ("temperature_c", "battery_percent")
+_KV_TIER_FIELDS: Final = (
+    "tier",
+    "state",
+    "budget_bytes",
+    "used_bytes",
+    "num_blocks",
+    "hits",
+    "misses",
+    "puts",
+    "evictions",
+    "dropped_writes",
+    "oldest_s",
+    "mean_age_s",
+    "read_mb_s",
+    "write_mb_s",
+)
 
 
 def telemetry_to_proto(telemetry: Telemetry) -> fleet_pb2.Telemetry:
     fields: dict[str, Any] = {name: getattr(telemetry, name) for name in (*_TELEMETRY_FIELDS, *_SENSOR_FIELDS)}
-    return fleet_pb2.Telemetry(**fields)
+    return fleet_pb2.Telemetry(**fields, kv_tiers=map(kv_tier_to_proto, telemetry.kv_tiers))
 
 
 def telemetry_from_proto(message: fleet_pb2.Telemetry) -> Telemetry:
     fields: dict[str, Any] = {name: getattr(message, name) for name in _TELEMETRY_FIELDS}
     sensors: dict[str, Any] = {name: getattr(message, name) for name in _SENSOR_FIELDS if message.HasField(name)}
-    return Telemetry(**fields, **sensors)
+    return Telemetry(**fields, **sensors, kv_tiers=tuple(map(kv_tier_from_proto, message.kv_tiers)))
+
+
+def kv_tier_to_proto(status: KVTierStatus) -> fleet_pb2.KVTierStatus:
+    fields: dict[str, Any] = {name: getattr(status, name) for name in _KV_TIER_FIELDS}
+    return fleet_pb2.KVTierStatus(**fields, mismatches=status.mismatches)
+
+
+def kv_tier_from_proto(message: fleet_pb2.KVTierStatus) -> KVTierStatus:
+    fields: dict[str, Any] = {name: getattr(message, name) for name in _KV_TIER_FIELDS}
+    return KVTierStatus(**fields, mismatches=dict(message.mismatches))
 
 
 _SHAPE_FIELDS: Final = (
@@ -353,6 +390,12 @@ _QOS_TO_PROTO: Final = {
     QosClass.THROUGHPUT: types_pb2.QOS_CLASS_THROUGHPUT,
 }
 _QOS_FROM_PROTO: Final = {value: qos for qos, value in _QOS_TO_PROTO.items()}
+_REUSE_TO_PROTO: Final = {
+    KVReuse.POLICY: inference_pb2.KV_REUSE_UNSPECIFIED,
+    KVReuse.EXACT: inference_pb2.KV_REUSE_EXACT,
+    KVReuse.NONE: inference_pb2.KV_REUSE_NONE,
+}
+_REUSE_FROM_PROTO: Final = {value: reuse for reuse, value in _REUSE_TO_PROTO.items()}
 _FINISH_TO_PROTO: Final = {
     FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
@@ -372,6 +415,17 @@ def qos_from_proto(value: types_pb2.QosClass, default: QosClass) -> QosClass:
     if value not in _QOS_FROM_PROTO:
         raise InvalidRequest("qos_class", f"{value} is not a QoS class this server knows")
     return _QOS_FROM_PROTO[value]
+
+
+def kv_reuse_to_proto(reuse: KVReuse) -> inference_pb2.KVReuse:
+    return _REUSE_TO_PROTO[reuse]
+
+
+def kv_reuse_from_proto(value: inference_pb2.KVReuse) -> KVReuse:
+    """Raises InvalidRequest for a way of a later version."""
+    if value not in _REUSE_FROM_PROTO:
+        raise InvalidRequest("kv_reuse", f"{value} is not a way to use stored KV that this server knows")
+    return _REUSE_FROM_PROTO[value]
 
 
 def finish_to_proto(reason: FinishReason) -> types_pb2.FinishReason:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shoal.rpc import layers_from_proto, profile_from_proto, telemetry_from_proto
-from shoal.types import LayerRange, Telemetry
+from shoal.types import KVPolicy, LayerRange, Telemetry
 from shoal.v1 import admin_pb2, inference_pb2
 
 
@@ -18,7 +18,8 @@ class DeviceStatus:
 
     layers: None on standby, where pipeline_id is empty. mode: mixed, latency or throughput. decode_ms: median compute of
     a decode step, at first 0. thermal_state: nominal, moderate, hot or critical; thermal_cause: what brought it there.
-    max_batch, steps_per_s: what it may do in that state (steps_per_s 0: no limit).
+    max_batch, steps_per_s: what it may do in that state (steps_per_s 0: no limit). host_kv_bytes, kv_policy: what it sets
+    apart for KV blocks, and how precisely it keeps them; telemetry.kv_tiers says what is there.
     """
 
     worker_id: str
@@ -40,6 +41,8 @@ class DeviceStatus:
     thermal_cause: str
     max_batch: int
     steps_per_s: float
+    host_kv_bytes: int = 0
+    kv_policy: KVPolicy = KVPolicy.EXACT
 
     @property
     def used_bytes(self) -> int:
@@ -139,6 +142,7 @@ def model_from_proto(message: inference_pb2.ModelSummary) -> ModelSummary:
 
 
 def _device(message: admin_pb2.DeviceStatus) -> DeviceStatus:
+    profile = profile_from_proto(message.profile)
     return DeviceStatus(
         worker_id=message.worker_id,
         device=message.profile.name,
@@ -153,12 +157,14 @@ def _device(message: admin_pb2.DeviceStatus) -> DeviceStatus:
         decode_ms=message.decode_ms,
         execution_provider=message.execution_provider,
         kernel_fingerprint=message.runtime.kernel_fingerprint,
-        mode=profile_from_proto(message.profile).mode.value,
+        mode=profile.mode.value,
         pipeline_id=message.pipeline_id,
         thermal_state=message.thermal_state,
         thermal_cause=message.thermal_cause,
         max_batch=message.max_batch,
         steps_per_s=message.steps_per_s,
+        host_kv_bytes=profile.host_kv_bytes,
+        kv_policy=profile.kv_policy,
     )
 
 

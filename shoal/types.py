@@ -6,8 +6,9 @@ Plain frozen data that the pure cores may import: no I/O, no protobuf, no numpy.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import NewType
 
 from shoal.errors import InvalidRequest
@@ -56,6 +57,26 @@ class NumericClass(Enum):
 
     SHARED = "shared"
     SOLO = "solo"
+
+
+class KVPolicy(StrEnum):
+    """What a device may store of KV.
+
+    EXACT: only bit-exact blocks. BALANCED: blocks that were not used for a while in 8 bits a value. COMPACT: all but the
+    first block of a prefix and its newest in 4.
+    """
+
+    EXACT = "exact"
+    BALANCED = "balanced"
+    COMPACT = "compact"
+
+
+class KVReuse(Enum):
+    """Which stored KV a request may use: what devices' policies allow, only what is bit-equal to computing it, or none."""
+
+    POLICY = "policy"
+    EXACT = "exact"
+    NONE = "none"
 
 
 class FinishReason(Enum):
@@ -180,7 +201,8 @@ class DeviceProfile:
     memory_bytes: weights, KV and workspace together. speed: relative to the unhindered machine (an emulated device with
     speed 0.5 takes twice as long for its compute). num_threads: intra-op threads. poll_ms: the most that the compute thread
     may poll for a step it expects, instead of sleeping; 0 saves energy. fallback_timeout_ms: a request that its pipeline has
-    not started within this time may be taken by another one. thermal, battery: of emulated devices only.
+    not started within this time may be taken by another one. thermal, battery: of emulated devices only. host_kv_bytes: the
+    part of memory_bytes for KV blocks that no running sequence holds. kv_policy: how precisely those are kept.
     """
 
     name: str
@@ -198,6 +220,39 @@ class DeviceProfile:
     limits: DeviceLimits = DeviceLimits()
     thermal: ThermalModel = ThermalModel()
     battery: BatteryModel = BatteryModel()
+    host_kv_bytes: int = 0
+    kv_policy: KVPolicy = KVPolicy.EXACT
+
+    @property
+    def shard_bytes(self) -> int:
+        """What a shard with its running sequences may take: the memory without what is set apart for kept blocks."""
+        return self.memory_bytes - self.host_kv_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class KVTierStatus:
+    """A tier of KV blocks as one worker sees it; counts are since the worker started.
+
+    tier: device, host or redis. state: ok; of redis also off, connecting, open or slow. mismatches: by reason, stored bytes
+    that were not the block that was asked for. oldest_s, mean_age_s: time since the last use. read_mb_s, write_mb_s: of the
+    last transfers, 0 before there was one.
+    """
+
+    tier: str
+    state: str = "ok"
+    budget_bytes: int = 0
+    used_bytes: int = 0
+    num_blocks: int = 0
+    hits: int = 0
+    misses: int = 0
+    puts: int = 0
+    evictions: int = 0
+    dropped_writes: int = 0
+    mismatches: Mapping[str, int] = field(default_factory=dict)
+    oldest_s: float = 0.0
+    mean_age_s: float = 0.0
+    read_mb_s: float = 0.0
+    write_mb_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +273,7 @@ class Telemetry:
     is_charging: bool = False
     other_load: float = 0.0
     clock: float = 1.0
+    kv_tiers: tuple[KVTierStatus, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

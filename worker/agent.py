@@ -30,7 +30,7 @@ from shoal.errors import (
     StorageFull,
 )
 from shoal.memory import need_bytes
-from shoal.types import PROTOCOL_VERSION, DeviceProfile
+from shoal.types import PROTOCOL_VERSION, DeviceProfile, LayerRange
 from shoal.v1 import fleet_pb2, fleet_pb2_grpc
 from worker import compute
 from worker.blobs import BlobCache
@@ -38,6 +38,8 @@ from worker.compute import Compute
 from worker.dialing import Dialer, Opened
 from worker.emulation import check_fits
 from worker.inbox import SocketClosed
+from worker.kv.fetches import LowerTier
+from worker.kv.policy import is_hot
 from worker.lifecycle import Lifecycle, WorkerState
 from worker.listener import PeerListener
 from worker.session import runtime_summary
@@ -60,14 +62,25 @@ class Agent:
     `_loading` task touches the blob cache.
     """
 
-    def __init__(self, config: WorkerConfig, profile: DeviceProfile, worker_id: str, home: Path) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        profile: DeviceProfile,
+        worker_id: str,
+        home: Path,
+        *,
+        lower: LowerTier | None = None,
+    ) -> None:
+        """lower: where KV blocks are kept below memory."""
         self._config = config
         self._profile = profile
         self._worker_id = worker_id
         self._incarnation = secrets.randbits(63)
         self._cache = BlobCache(home / "blobs")
         self._loop = asyncio.get_running_loop()
-        self._compute = Compute(profile, self._notify)
+        kv_trace = Path(config.kv_trace) if config.kv_trace else None
+        self._compute = Compute(profile, self._notify, lower=lower, kv_trace=kv_trace)
+        self._is_hot = False
         self._dialer = Dialer(config, profile, worker_id, self._incarnation, self._compute.post)
         self._listener = PeerListener(config.host, self._compute.post, self._on_peer_socket)
         self._lifecycle = Lifecycle()
@@ -253,7 +266,15 @@ class Agent:
         if earlier is not None:
             await asyncio.wait({earlier})
         shape = rpc.shape_from_proto(command.shape)
-        spec = StageSpec(command.pipeline_id, command.epoch, command.stage, len(command.stages), shape)
+        spec = StageSpec(
+            command.pipeline_id,
+            command.epoch,
+            command.stage,
+            len(command.stages),
+            shape,
+            LayerRange(command.layers.start, command.layers.stop),
+            command.model_digest,
+        )
 
         async def fetch(digest: str, offset: int) -> AsyncIterator[bytes]:
             async for response in stub.FetchBlob(fleet_pb2.FetchBlobRequest(digest=digest, offset=offset)):
@@ -372,8 +393,17 @@ class Agent:
             await asyncio.sleep(interval_s)
 
     def _report_telemetry(self) -> None:
-        seen = self._telemetry.read(time.monotonic())
-        telemetry = replace(seen, kv_bytes=self._compute.kv_bytes, weight_bytes=self._weight_bytes)
+        now = time.monotonic()
+        seen = self._telemetry.read(now)
+        if is_hot(self._profile.limits, seen) is not self._is_hot:
+            self._is_hot = not self._is_hot
+            self._compute.post(compute.SetHeat(self._is_hot))
+        telemetry = replace(
+            seen,
+            kv_bytes=self._compute.kv_bytes,
+            weight_bytes=self._weight_bytes,
+            kv_tiers=self._compute.kv_tiers(now),
+        )
         self._report(heartbeat=fleet_pb2.Heartbeat(telemetry=rpc.telemetry_to_proto(telemetry)))
 
     def _report(self, **event: object) -> None:

@@ -10,6 +10,7 @@ from shoal import process
 from shoal.config import WorkerConfig
 from shoal.types import DeviceMode, DeviceProfile
 from worker.agent import Agent
+from worker.kv.redis_tier import RedisTier
 
 
 def run(config: WorkerConfig, profile: DeviceProfile, *, stop_on_stdin_eof: bool = False) -> int:
@@ -18,9 +19,17 @@ def run(config: WorkerConfig, profile: DeviceProfile, *, stop_on_stdin_eof: bool
     device = with_options(profile, config)
 
     async def main(stopping: asyncio.Event) -> None:
-        await Agent(config, device, worker_id, config.home / "devices" / worker_id).run(stopping)
+        home = config.home / "devices" / worker_id
+        await Agent(config, device, worker_id, home, lower=lower_tier(config, device)).run(stopping)
 
     return process.run(main, stop_on_stdin_eof=stop_on_stdin_eof)
+
+
+def lower_tier(config: WorkerConfig, profile: DeviceProfile) -> RedisTier | None:
+    """Where KV blocks are kept below memory; None for a device that keeps none, or has no Redis."""
+    if not config.redis_url or not profile.host_kv_bytes:
+        return None
+    return RedisTier(config.redis_url, profile.link if profile.is_emulated else None)
 
 
 def with_options(profile: DeviceProfile, config: WorkerConfig) -> DeviceProfile:

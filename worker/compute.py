@@ -14,16 +14,22 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import assert_never
 
 from shoal.errors import ConnectionFailed, InternalError, ShoalError
-from shoal.types import DeviceProfile
+from shoal.kv import BLOCK_TOKENS
+from shoal.types import DeviceProfile, KVTierStatus
 from shoal.v1 import flow_pb2
 from worker.anticipation import Anticipation
 from worker.emulation import EmulatedDevice, SlowDown
 from worker.inbox import Inbox, SocketClosed
+from worker.kv.cache import BlockCache
+from worker.kv.fetches import BlocksFetched, LowerTier
+from worker.kv.trace import BlockTrace
 from worker.links import Link
+from worker.reuse import RestoreReady
 from worker.shard import Shard, open_shard
 from worker.stage import ORCHESTRATOR, StageRunner, StageSpec
 
@@ -31,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 # With more rows, other batches fill the wait.
 LONE_ROWS = 2
+DEVICE = "device"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +78,35 @@ class SetUplink:
 
 
 @dataclass(frozen=True, slots=True)
+class SetHeat:
+    """Whether the device is hot."""
+
+    is_hot: bool
+
+
+@dataclass(frozen=True, slots=True)
+class KeepUp:
+    """Do a unit of what the block cache has to do."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     pass
 
 
-Command = LoadStage | ConnectStage | UnloadStage | AdoptSocket | SetUplink | Stop
+Command = (
+    LoadStage
+    | ConnectStage
+    | UnloadStage
+    | AdoptSocket
+    | SetUplink
+    | SetHeat
+    | BlocksFetched
+    | RestoreReady
+    | KeepUp
+    | Stop
+)
+Item = Command | flow_pb2.Frame | SocketClosed
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +142,19 @@ class _Loaded:
 class Compute:
     """Runs in a thread of its own from start() to stop().
 
-    kv_bytes, and the condition of the emulated device, may be read by any thread.
-    Invariant: sessions, arenas and stages are touched by that thread only; others post().
+    kv_bytes, kv_tiers(), and the condition of the emulated device, may be read by any thread.
+    Invariant: sessions, arenas, stages and the block cache are touched by that thread only; others post().
     """
 
-    def __init__(self, profile: DeviceProfile, notify: Callable[[Event], None]) -> None:
+    def __init__(
+        self,
+        profile: DeviceProfile,
+        notify: Callable[[Event], None],
+        *,
+        lower: LowerTier | None = None,
+        kv_trace: Path | None = None,
+    ) -> None:
+        """lower: the tier of KV below memory; it runs from start() to stop(), too. kv_trace: where to tell of blocks."""
         self._profile = profile
         self._notify = notify
         self._inbox: Inbox[Command | flow_pb2.Frame] = Inbox()
@@ -126,8 +165,16 @@ class Compute:
         self._expects_step = False
         self.emulated = EmulatedDevice(profile, time.monotonic()) if profile.is_emulated else None
         self.kv_bytes = 0
+        self._lower = lower
+        self._cache = BlockCache(
+            profile.host_kv_bytes, profile.kv_policy, self._inbox.post, lower=lower, trace=BlockTrace(kv_trace)
+        )
+        self._cached = self._cache.snapshot()
+        self._device_tier = KVTierStatus(DEVICE)
 
     def start(self) -> None:
+        if self._lower is not None:
+            self._lower.start()
         self._thread.start()
 
     def post(self, item: Command | flow_pb2.Frame) -> None:
@@ -137,7 +184,14 @@ class Compute:
         """End the thread after the step it is in; False if that took longer than timeout_s."""
         self._inbox.post(Stop())
         self._thread.join(timeout_s)
+        if self._lower is not None:
+            self._lower.stop(timeout_s)
         return not self._thread.is_alive()
+
+    def kv_tiers(self, now: float) -> tuple[KVTierStatus, ...]:
+        """The tiers that KV is in; now is that of the monotonic clock."""
+        cached = self._cached
+        return self._device_tier, cached.status_at(now), self._cache.lower_status(cached)
 
     def _run(self) -> None:
         while True:
@@ -145,14 +199,26 @@ class Compute:
             if isinstance(item, Stop):
                 break
             self._work_on(item)
-            self._expects_step = _is_lone_burst(item)
+            if not isinstance(item, KeepUp):
+                self._expects_step = _is_lone_burst(item)
+            # Between frames, so that what prompts fill is kept even if there is no idle time.
+            is_step = isinstance(item, flow_pb2.Frame) and item.HasField("step")
+            has_kept_up = isinstance(item, flow_pb2.Frame) and self._cache.has_work
+            if has_kept_up:
+                self._work_on(KeepUp())
+            # A step by itself changes nothing that is kept.
+            if has_kept_up or not is_step:
+                self._cached = self._cache.snapshot()
         for pipeline_id in list(self._stages):
             self._unload(pipeline_id)
+        self._cache.close()
         self._set_uplink(SetUplink(None))
         self._inbox.close()
 
-    def _next(self) -> Command | flow_pb2.Frame | SocketClosed:
+    def _next(self) -> Item:
         """Wait for what comes next; awake, if the device may and a step of a lone stream's burst is to come round."""
+        if self._cache.has_work:
+            return self._inbox.poll() or KeepUp()
         if not self._expects_step:
             return self._inbox.get()
         started = time.monotonic()
@@ -161,7 +227,7 @@ class Compute:
             self._anticipation.observe(time.monotonic() - started)
         return item
 
-    def _work_on(self, item: Command | flow_pb2.Frame | SocketClosed) -> None:
+    def _work_on(self, item: Item) -> None:
         """Act on an item; what it takes, the wait of a slowed-down device included, warms an emulated one."""
         if self.emulated is None:
             self._supervise(item)
@@ -170,7 +236,7 @@ class Compute:
         self._supervise(item)
         self.emulated.end(time.monotonic())
 
-    def _supervise(self, item: Command | flow_pb2.Frame | SocketClosed) -> None:
+    def _supervise(self, item: Item) -> None:
         try:
             self._handle(item)
         except ShoalError as error:
@@ -180,13 +246,13 @@ class Compute:
             logger.exception("compute_failed correlation_id=%s", correlation_id)
             self._fail(item, InternalError(f"{type(error).__name__}: {error} (correlation id {correlation_id})"))
 
-    def _handle(self, item: Command | flow_pb2.Frame | SocketClosed) -> None:
+    def _handle(self, item: Item) -> None:
         match item:
             case flow_pb2.Frame():
                 loaded = self._stages.get(item.pipeline_id)
                 if loaded is not None:
                     loaded.runner.handle(item)
-                    self.kv_bytes = sum(stage.shard.kv_bytes for stage in self._stages.values())
+                    self._measure()
             case LoadStage():
                 self._load(item)
             case ConnectStage():
@@ -197,6 +263,16 @@ class Compute:
                 self._adopt(item)
             case SetUplink():
                 self._set_uplink(item)
+            case SetHeat(is_hot):
+                self._cache.is_hot = is_hot
+            case BlocksFetched():
+                self._cache.fetched(item)
+            case RestoreReady():
+                runner = self._runner_of(item)
+                if runner is not None:
+                    runner.resume(item)
+            case KeepUp():
+                self._cache.work()
             case SocketClosed():
                 self._notify(item)
             case Stop():
@@ -205,13 +281,43 @@ class Compute:
                 assert_never(item)
 
     def _fail(self, item: Command | flow_pb2.Frame | SocketClosed, error: ShoalError) -> None:
-        if isinstance(item, LoadStage):
-            self._notify(StageFailed(item.spec, error))
-        elif isinstance(item, flow_pb2.Frame) and item.pipeline_id in self._stages:
-            logger.error("step_failed pipeline=%s step=%d error=%s", item.pipeline_id, item.step.step, error.message)
-            self._stages[item.pipeline_id].runner.report_failure(item.step.step, error)
-        else:
-            logger.error("command_failed command=%s error=%s", type(item).__name__, error.message)
+        match item:
+            case LoadStage():
+                self._notify(StageFailed(item.spec, error))
+            case flow_pb2.Frame() if item.HasField("step") and item.pipeline_id in self._stages:
+                logger.error(
+                    "step_failed pipeline=%s step=%d error=%s", item.pipeline_id, item.step.step, error.message
+                )
+                self._stages[item.pipeline_id].runner.report_failure(item.step.step, error)
+            case flow_pb2.Frame() if item.HasField("restore"):
+                restore = item.restore
+                self._give_up(RestoreReady(item.pipeline_id, item.epoch, restore.slot, restore.sequence_id), error)
+            case RestoreReady():
+                self._give_up(item, error)
+            case _:
+                what = item.WhichOneof("body") if isinstance(item, flow_pb2.Frame) else type(item).__name__
+                logger.error("command_failed command=%s error=%s", what, error.message)
+
+    def _give_up(self, restore: RestoreReady, error: ShoalError) -> None:
+        logger.error("restore_failed pipeline=%s error=%s", restore.pipeline_id, error.message)
+        runner = self._runner_of(restore)
+        if runner is not None:
+            runner.give_up_restore(restore.slot, restore.sequence_id)
+
+    def _runner_of(self, restore: RestoreReady) -> StageRunner | None:
+        loaded = self._stages.get(restore.pipeline_id)
+        return loaded.runner if loaded is not None and loaded.runner.spec.epoch == restore.epoch else None
+
+    def _measure(self) -> None:
+        """Publish what the slots hold."""
+        shards = [(loaded.runner.spec.shape, loaded.shard) for loaded in self._stages.values()]
+        self.kv_bytes = sum(shard.kv_bytes for _, shard in shards)
+        self._device_tier = KVTierStatus(
+            DEVICE,
+            budget_bytes=sum(shape.kv_tokens * shape.kv_bytes_per_token for shape, _ in shards),
+            used_bytes=self.kv_bytes,
+            num_blocks=sum(shard.arena.tokens_held for _, shard in shards) // BLOCK_TOKENS,
+        )
 
     def _load(self, command: LoadStage) -> None:
         spec = command.spec
@@ -219,8 +325,10 @@ class Compute:
         shard = open_shard(spec.shape, command.graph, command.blob_dir, num_threads=self._profile.num_threads)
         # Only an emulated device is slower than the machine it runs on.
         slow_down = SlowDown(1.0) if self.emulated is None else self.emulated.slow_down
-        runner = StageRunner(spec, shard, slow_down, lambda frame: self._route(spec, frame))
+        send = partial(self._route, spec)
+        runner = StageRunner(spec, shard, slow_down, send, self._cache, self._inbox.post)
         self._stages[spec.pipeline_id] = _Loaded(runner, shard, {}, [])
+        self._measure()
         self._notify(StageLoaded(spec, shard.provider))
 
     def _connect(self, command: ConnectStage) -> None:
@@ -258,8 +366,9 @@ class Compute:
         for connection in loaded.inbound:
             self._inbox.remove_socket(connection)
             connection.close()
+        loaded.runner.close()
         loaded.shard.close()
-        self.kv_bytes = sum(stage.shard.kv_bytes for stage in self._stages.values())
+        self._measure()
 
     def _route(self, spec: StageSpec, frame: flow_pb2.Frame) -> None:
         if frame.to_stage == spec.stage:

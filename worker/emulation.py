@@ -175,12 +175,12 @@ class LinkShaper:
 
 
 def check_fits(profile: DeviceProfile, need: int, what: str) -> None:
-    """Raise ShardDoesNotFit, with the bytes it lacks, if `what` needs more than the device may use."""
-    lacking = need - profile.memory_bytes
+    """Raise ShardDoesNotFit, with the bytes it lacks, if `what` needs more than the device may use beside kept KV blocks."""
+    lacking = need - profile.shard_bytes
     if lacking <= 0:
         return
     raise ShardDoesNotFit(
         f"{what} does not fit on {profile.name} ({profile.kind}): it needs {need} bytes, the device may use "
-        f"{profile.memory_bytes}, so it lacks {lacking}; give it fewer layers, shorter contexts or a larger memory_mib",
+        f"{profile.shard_bytes}, so it lacks {lacking}; give it fewer layers, shorter contexts or a larger memory_mib",
         field="memory_mib",
     )

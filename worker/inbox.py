@@ -78,6 +78,13 @@ class Inbox(Generic[T]):
             self._look(None)
         return self._ready.popleft() if self._ready else self._posted.popleft()
 
+    def poll(self) -> T | flow_pb2.Frame | SocketClosed | None:
+        """The next item, frame, or end of a socket, as get() would give it; None if there is none now."""
+        self._look(0)
+        if self._ready:
+            return self._ready.popleft()
+        return self._posted.popleft() if self._posted else None
+
     def _look(self, timeout_s: float | None) -> None:
         for key, _ in self._selector.select(timeout_s):
             self._read(key)

@@ -139,6 +139,11 @@ class Shard:
     def kv_bytes(self) -> int:
         return self._arena.resident_bytes
 
+    @property
+    def arena(self) -> Arena:
+        """Where slots are copied from, and filled between two runs."""
+        return self._arena
+
     def run(self, batch: ShardBatch) -> NDArray[np.float32]:
         """Compute a step: hidden rows [T, E], or on the last shard logits [R, V] of the rows that want them.
 

@@ -17,24 +17,35 @@ import numpy.typing as npt
 from shoal.codec import pack_activations, unpack_activations
 from shoal.errors import InternalError, ShoalError
 from shoal.rpc import sampling_from_proto
-from shoal.types import ShardShape
+from shoal.types import LayerRange, ShardShape
 from shoal.v1 import flow_pb2, types_pb2
 from worker.emulation import SlowDown
+from worker.kv.block import BlockForm
+from worker.kv.cache import BlockCache
+from worker.reuse import Message, RestoreReady, Reuse
 from worker.sampling import Sampled, Sampler
 from worker.shard import Shard, ShardBatch, ShardRow
 
 ORCHESTRATOR = -1
 
+Body = flow_pb2.Step | flow_pb2.StepResult | flow_pb2.Cancel | flow_pb2.StepFailed | flow_pb2.Restored
+
 
 @dataclass(frozen=True, slots=True)
 class StageSpec:
-    """Which stage of which pipeline this is."""
+    """Which stage of which pipeline this is, with which layers of which model."""
 
     pipeline_id: str
     epoch: int
     stage: int
     num_stages: int
     shape: ShardShape
+    layers: LayerRange
+    model_digest: str
+
+    @property
+    def block_form(self) -> BlockForm:
+        return BlockForm(self.model_digest, self.layers, self.shape.num_kv_heads, self.shape.head_dim)
 
 
 @dataclass(slots=True)
@@ -52,7 +63,7 @@ class StageRunner:
     Invariants: a slot holds at most one sequence; a row is computed only while its sequence holds its slot.
     """
 
-    __slots__ = ("_active", "_send", "_shard", "_slow_down", "spec")
+    __slots__ = ("_active", "_reuse", "_send", "_shard", "_slow_down", "spec")
 
     def __init__(
         self,
@@ -60,12 +71,17 @@ class StageRunner:
         shard: Shard,
         slow_down: SlowDown,
         send: Callable[[flow_pb2.Frame], None],
+        cache: BlockCache,
+        post: Callable[[RestoreReady], None],
     ) -> None:
+        """post: brings a restore that may go on back to `resume`, behind what has arrived meanwhile."""
         self.spec = spec
         self._shard = shard
         self._slow_down = slow_down
         self._send = send
         self._active: dict[int, ActiveSequence] = {}
+        where = (spec.pipeline_id, spec.epoch)
+        self._reuse = Reuse(where, spec.block_form, shard.arena, cache, self._send_on, post)
 
     def handle(self, frame: flow_pb2.Frame) -> None:
         """Act on a frame for this stage; one of another epoch is dropped. Whatever fails becomes a StepFailed."""
@@ -76,17 +92,36 @@ class StageRunner:
                 self._step(frame.step)
             case "cancel":
                 self._cancel(frame.cancel)
+            case "restore":
+                self._active[frame.restore.slot] = ActiveSequence(frame.restore.sequence_id, None)
+                self._reuse.restore(frame.restore)
+            case "prefetch":
+                self._reuse.prefetch(frame.prefetch)
+            case "keep_blocks":
+                self._reuse.keep(frame.keep_blocks)
+            case "forget_blocks":
+                self._reuse.forget(frame.forget_blocks)
             case body:
                 raise InternalError(f"a stage got a frame with {body}")
+
+    def resume(self, ready: RestoreReady) -> None:
+        """Go on with a restore."""
+        self._reuse.resume(ready.slot, ready.sequence_id)
+
+    def give_up_restore(self, slot: int, sequence_id: int) -> None:
+        """End a restore that failed: nothing was restored."""
+        self._reuse.give_up(slot, sequence_id)
+
+    def close(self) -> None:
+        """Let go of the shard, which is about to be closed."""
+        self._reuse.close()
 
     def report_failure(self, step: int, error: ShoalError) -> None:
         """Tell the orchestrator that a step is lost."""
         failed = flow_pb2.StepFailed(step=step, stage=self.spec.stage, reason=error.reason, message=error.message)
         self._send(self._frame(ORCHESTRATOR, step_failed=failed))
 
-    def _frame(
-        self, to_stage: int, **body: flow_pb2.Step | flow_pb2.StepResult | flow_pb2.Cancel | flow_pb2.StepFailed
-    ) -> flow_pb2.Frame:
+    def _frame(self, to_stage: int, **body: Message | Body) -> flow_pb2.Frame:
         return flow_pb2.Frame(
             pipeline_id=self.spec.pipeline_id,
             epoch=self.spec.epoch,
@@ -94,14 +129,39 @@ class StageRunner:
             **body,  # type: ignore[arg-type]
         )
 
+    def _send_on(self, message: Message) -> None:
+        """Pass on what is for all stages; the last one answers a restore."""
+        following = self.spec.stage + 1
+        is_last = self.spec.shape.is_last
+        match message:
+            case flow_pb2.Restore() if is_last:
+                restored = flow_pb2.Restored(sequence_id=message.sequence_id, restored=message.restored)
+                self._send(self._frame(ORCHESTRATOR, restored=restored))
+            case _ if is_last:
+                return
+            case flow_pb2.Restore():
+                self._send(self._frame(following, restore=message))
+            case flow_pb2.Prefetch():
+                self._send(self._frame(following, prefetch=message))
+            case flow_pb2.KeepBlocks():
+                self._send(self._frame(following, keep_blocks=message))
+            case flow_pb2.ForgetBlocks():
+                self._send(self._frame(following, forget_blocks=message))
+
     def _cancel(self, cancel: flow_pb2.Cancel) -> None:
         for sequence in cancel.sequences:
             active = self._active.get(sequence.slot)
             if active is not None and active.sequence_id == sequence.sequence_id:
                 del self._active[sequence.slot]
-                self._shard.release(sequence.slot)
+                self._release(sequence.slot)
         if not self.spec.shape.is_last:
             self._send(self._frame(self.spec.stage + 1, cancel=cancel))
+
+    def _release(self, slot: int) -> None:
+        try:
+            self._reuse.release(slot)
+        finally:
+            self._shard.release(slot)
 
     def _step(self, step: flow_pb2.Step) -> None:
         taken_up_ns = time.monotonic_ns()
@@ -121,6 +181,7 @@ class StageRunner:
         if self.spec.shape.is_last:
             sampler = Sampler(sampling_from_proto(row.start.sampling, seed=0), row.start.prompt_token_ids)
         self._active[row.slot] = ActiveSequence(row.sequence_id, sampler, frozenset(row.start.stop_token_ids))
+        self._reuse.start(row.slot, row.start)
 
     def _is_live(self, row: flow_pb2.StepRow) -> bool:
         active = self._active.get(row.slot)
@@ -142,6 +203,9 @@ class StageRunner:
         wait_s = self._slow_down.extra_seconds(time.monotonic() - started)
         if wait_s > 0:
             time.sleep(wait_s)
+        token_s = (time.monotonic() - started) / sum(row.num_tokens for row in rows)
+        for row in rows:
+            self._reuse.computed(row.slot, row.position, row.num_tokens, token_s)
         return output
 
     def _input(self, step: flow_pb2.Step, live: Sequence[bool]) -> npt.NDArray[np.int64] | npt.NDArray[np.float32]:

@@ -13,6 +13,7 @@ from orchestrator.core.placement import ModelFootprint, Placement, Stage
 from orchestrator.core.scheduler import Scheduler
 from orchestrator.core.sequence import QosTargets, Sequence, SequenceState
 from orchestrator.core.step_time import StepTiming
+from shoal.kv import KVScope, chain
 from shoal.types import (
     DeviceMode,
     DeviceProfile,
@@ -26,6 +27,7 @@ from shoal.types import (
 
 MIB = 2**20
 STOP_ID = 2
+SCOPE = KVScope("model", "f32-rope-1")
 TOKEN_ID = 7
 
 
@@ -60,6 +62,13 @@ def make_sequence(
     )
 
 
+def with_blocks(sequence: Sequence, num_stored: int = 0) -> Sequence:
+    """The same sequence with the names of its prompt's blocks, num_stored of which Redis is said to hold."""
+    sequence.block_hashes = chain(SCOPE, sequence.prompt_token_ids)
+    sequence.num_stored_blocks = num_stored
+    return sequence
+
+
 def make_limits(
     *,
     num_stages: int = 1,
@@ -73,6 +82,7 @@ def make_limits(
     min_rows: int = 4,
     mode: DeviceMode = DeviceMode.MIXED,
     stage_costs: tuple[float, ...] = (),
+    keeps_blocks: bool = True,
 ) -> SchedulerLimits:
     """Limits of a small pipeline; bursts are off unless asked for."""
     return SchedulerLimits(
@@ -87,6 +97,7 @@ def make_limits(
         min_rows=min_rows,
         mode=mode,
         stage_costs=stage_costs,
+        keeps_blocks=keeps_blocks,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import grpc
 
-from shoal.errors import ShoalError
+from shoal.errors import SessionNotFound, ShoalError
 from shoal.rpc import SERVER_OPTIONS, stream, unary
 from shoal.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
 from tests.support.server_thread import ServerThread
@@ -71,6 +71,14 @@ class FakeOrchestrator(
         self.deadlines_s: list[float | None] = []
         self.explanation: admin_pb2.ExplainResponse | ShoalError = admin_pb2.ExplainResponse(request_id="r-1")
         self.explained: list[str] = []
+        self.warmed: list[admin_pb2.WarmRequest] = []
+        self.sessions = [
+            admin_pb2.SessionStatus(
+                session_id="talk", num_turns=3, num_tokens=530, kept_tokens=512, idle_s=90.0, expires_in_s=600_000.0
+            )
+        ]
+        self.listed: list[admin_pb2.ListSessionsRequest] = []
+        self.deleted: list[admin_pb2.DeleteSessionRequest] = []
         self.is_hanging = threading.Event()
         self.is_released = threading.Event()
 
@@ -118,6 +126,29 @@ class FakeOrchestrator(
         if isinstance(self.explanation, ShoalError):
             raise self.explanation
         return self.explanation
+
+    @unary
+    async def Warm(  # noqa: N802
+        self, request: admin_pb2.WarmRequest, context: Context
+    ) -> admin_pb2.WarmResponse:
+        self.warmed.append(request)
+        return admin_pb2.WarmResponse(prompt_tokens=530, kept_tokens=512, cached_tokens=64)
+
+    @unary
+    async def ListSessions(  # noqa: N802
+        self, request: admin_pb2.ListSessionsRequest, context: Context
+    ) -> admin_pb2.ListSessionsResponse:
+        self.listed.append(request)
+        return admin_pb2.ListSessionsResponse(sessions=self.sessions)
+
+    @unary
+    async def DeleteSession(  # noqa: N802
+        self, request: admin_pb2.DeleteSessionRequest, context: Context
+    ) -> admin_pb2.DeleteSessionResponse:
+        self.deleted.append(request)
+        if not self.sessions:
+            raise SessionNotFound(f"tenant 'default' has no session {request.session_id!r}")
+        return admin_pb2.DeleteSessionResponse(num_blocks_deleted=7, num_blocks_shared=1)
 
 
 class FakeServer:

@@ -25,6 +25,7 @@ from shoal.errors import ConnectionFailed
 from shoal.status import FleetStatus
 from shoal.types import DeviceProfile
 from worker.agent import Agent
+from worker.app import lower_tier
 
 WAIT_S = 15.0
 # Between two looks at the fleet: there is nothing to be told by.
@@ -84,8 +85,12 @@ class LocalFleet:
         return f"{self.config.host}:{self.config.port}"
 
     def add_worker(self, worker_id: str, profile: DeviceProfile | None = None, *, use_sockets: bool = True) -> Running:
-        config = WorkerConfig(join=self.address, use_sockets=use_sockets, home=self.home)
-        agent = Agent(config, profile or make_device(), worker_id, self.home / "devices" / worker_id)
+        config = WorkerConfig(
+            join=self.address, use_sockets=use_sockets, home=self.home, redis_url=self.config.redis_url
+        )
+        device = profile or make_device()
+        lower = lower_tier(config, device)
+        agent = Agent(config, device, worker_id, self.home / "devices" / worker_id, lower=lower)
         self.workers[worker_id] = _run(agent.run)
         return self.workers[worker_id]
 

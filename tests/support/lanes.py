@@ -52,7 +52,7 @@ class Stages:
         self._engine = engine
         # What the first stage has yet to act on: frames of the engine, and of the last stage within a burst.
         self._inbox: deque[flow_pb2.Frame] = deque()
-        self._model = SlotModel()
+        self.model = SlotModel()
         members = [
             StageMember(WorkerId(f"{pipeline_id}-w{index}"), "box", LayerRange(3 * index, 3 * index + 3))
             for index in range(num_stages)
@@ -80,9 +80,16 @@ class Stages:
         return self.steps()[-1]
 
     def feed(
-        self, body: flow_pb2.StepResult | flow_pb2.StepFailed | flow_pb2.Cancel, *, epoch: int | None = None
+        self,
+        body: flow_pb2.StepResult | flow_pb2.StepFailed | flow_pb2.Restored | flow_pb2.Cancel,
+        *,
+        epoch: int | None = None,
     ) -> None:
-        names: dict[type, str] = {flow_pb2.StepResult: "step_result", flow_pb2.StepFailed: "step_failed"}
+        names: dict[type, str] = {
+            flow_pb2.StepResult: "step_result",
+            flow_pb2.StepFailed: "step_failed",
+            flow_pb2.Restored: "restored",
+        }
         self._engine.on_frame(
             flow_pb2.Frame(
                 pipeline_id=self.pipeline.pipeline_id,
@@ -109,14 +116,22 @@ class Stages:
             if not self._inbox:
                 return done
             frame = self._inbox.popleft()
-            if frame.HasField("cancel"):
-                self._model.cancel(frame.cancel)
-                continue
-            result, following = self._model.step(frame.step)
-            if following is not None:
-                self._inbox.append(flow_pb2.Frame(step=following))
-            self.feed(result)
+            self._act(frame)
         return num_frames
+
+    def _act(self, frame: flow_pb2.Frame) -> None:
+        match frame.WhichOneof("body"):
+            case "cancel":
+                self.model.cancel(frame.cancel)
+            case "restore":
+                self.feed(self.model.restore(frame.restore))
+            case "forget_blocks":
+                self.model.forget(frame.forget_blocks)
+            case "step":
+                result, following = self.model.step(frame.step)
+                if following is not None:
+                    self._inbox.append(flow_pb2.Frame(step=following))
+                self.feed(result)
 
     def compute_all(self, bound: int = 1000) -> None:
         """Have the model act until nothing is left to do."""

@@ -1,17 +1,19 @@
 """A scheduler with a pipeline in virtual time: stages whose passes take a time that is linear in their work.
 
-Everything happens in order of (time, number); nothing waits and nothing is random. What clients would see is in `tokens`.
+Everything happens in order of (time, number); nothing waits and nothing is random but what a test draws from a seed. What
+clients would see is in `tokens`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
 from orchestrator.core.batch import Batch, SampledId
+from orchestrator.core.restores import Restore
 from orchestrator.core.scheduler import Scheduler
 from orchestrator.core.sequence import Sequence
 from orchestrator.core.step_time import StepTiming
@@ -35,12 +37,28 @@ class Token:
     token_id: int
 
 
-class SimulatedPipeline:
-    """Drives a scheduler as the engine would. check: called after every event."""
+@dataclass(frozen=True, slots=True)
+class RestoreAnswer:
+    """How stages answer a Restore: after a time, and with no more blocks than that of those they keep."""
 
-    def __init__(self, scheduler: Scheduler, speeds: Seq[StageSpeed], check: Callable[[], None] | None = None) -> None:
+    after_s: float = 0.005
+    max_blocks: int = 1000
+
+
+class SimulatedPipeline:
+    """Drives a scheduler as the engine would. check: called after every event. answer: how each Restore is answered."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        speeds: Seq[StageSpeed],
+        check: Callable[[], None] | None = None,
+        answer: Callable[[Restore], RestoreAnswer] = lambda _: RestoreAnswer(),
+    ) -> None:
         self.scheduler = scheduler
         self.speeds = list(speeds)
+        self.restores: list[tuple[float, Restore]] = []
+        self._answer = answer
         self.clock = FakeClock()
         self._alarm: FakeAlarm | None = None
         self.tokens: dict[SequenceId, list[Token]] = {}
@@ -48,7 +66,7 @@ class SimulatedPipeline:
         self.expired: list[SequenceId] = []
         self.batches: list[tuple[float, Batch]] = []
         self._check = check
-        self._stages = ModelStages()
+        self.stages = ModelStages()
         self._free_at = [0.0] * len(self.speeds)
 
     @property
@@ -79,15 +97,34 @@ class SimulatedPipeline:
     def _turn(self) -> None:
         for sequence in self.scheduler.expire(self.now):
             self.expired.append(sequence.sequence_id)
-        self._stages.cancel(self.scheduler.take_ended())
-        while (batch := self.scheduler.schedule(self.now)) is not None:
-            self._stages.cancel(self.scheduler.take_ended())
+        while (batch := self._next_batch()) is not None:
             self.batches.append((self.now, batch))
-            self._pass(batch, self._stages.run(batch), batch.work, batch.burst_steps)
+            drawn = self.stages.run(batch, self.scheduler.sequence_of)
+            self._pass(batch, drawn, batch.work, batch.burst_steps)
         wake_at = self.scheduler.wake_at(self.now)
         if self._alarm is not None:
             self._alarm.cancel()
         self._alarm = None if wake_at is None else self.at(wake_at, lambda: None)
+
+    def _next_batch(self) -> Batch | None:
+        """Make a batch; stages hear of ends first, of restores second, of the batch last."""
+        batch = self.scheduler.schedule(self.now)
+        self.stages.cancel(self.scheduler.take_ended())
+        for restore in self.scheduler.take_restores():
+            self._restore(restore)
+        return batch
+
+    def _restore(self, restore: Restore) -> None:
+        """Have the stages answer later, unless the run is cancelled by then."""
+        self.restores.append((self.now, restore))
+        held, answer = self.stages.restore(restore), self._answer(restore)
+        prefix = replace(held, num_blocks=min(held.num_blocks, answer.max_blocks))
+
+        def report() -> None:
+            if self.stages.owners.get(restore.slot) == restore.run_id:
+                self.scheduler.restored(restore.run_id, prefix, self.now)
+
+        self.at(self.now + answer.after_s, report)
 
     def _pass(self, batch: Batch, drawn: Seq[SampledId], work: float, burst_left: int) -> None:
         """Send a step through all stages, each of which takes one after the other."""
@@ -102,12 +139,12 @@ class SimulatedPipeline:
         self.scheduler.observe(timing)
         runs = {one.run_id: self.scheduler.sequence_of(one.run_id) for one in drawn}
         stop_ids = {run_id: one.stop_ids for run_id, one in runs.items() if one is not None}
-        going_on = self._stages.go_on(batch, drawn, stop_ids) if burst_left else []
+        going_on = self.stages.go_on(batch, drawn, stop_ids) if burst_left else []
         for emitted in self.scheduler.commit(batch.step, drawn, burst_left if going_on else 0, self.now):
             self.tokens[emitted.sequence_id].append(Token(self.now, emitted.token_id))
             if emitted.finish is not None:
                 self.finished_at[emitted.sequence_id] = self.now
-        self._stages.cancel(self.scheduler.take_ended())
+        self.stages.cancel(self.scheduler.take_ended())
         if going_on:
             work = batch.work * len(going_on) / len(batch.rows)
             self._pass(batch, going_on, work, burst_left - 1)

@@ -8,35 +8,59 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 from modelstore.graph import build_shard_graph
+from shoal.kv import BlockHash
 from shoal.rpc import sampling_to_proto
-from shoal.types import LayerRange, SamplingParams
+from shoal.types import KVPolicy, LayerRange, SamplingParams
 from shoal.v1 import flow_pb2
 from tests.support.shards import TinyModel, make_shape
 from worker.emulation import SlowDown
-from worker.shard import open_shard
+from worker.kv.cache import BlockCache
+from worker.kv.fetches import BlocksFetched, LowerTier
+from worker.reuse import RestoreReady
+from worker.shard import Shard, open_shard
 from worker.stage import ORCHESTRATOR, StageRunner, StageSpec
 
 PIPELINE_ID = "p1"
 EPOCH = 3
 
 
-def make_spec(model: TinyModel, layers: LayerRange, stage: int, num_stages: int, *, epoch: int = EPOCH) -> StageSpec:
-    return StageSpec(PIPELINE_ID, epoch, stage, num_stages, make_shape(model.manifest, layers))
+def make_spec(
+    model: TinyModel,
+    layers: LayerRange,
+    stage: int,
+    num_stages: int,
+    *,
+    epoch: int = EPOCH,
+    slot_tokens: int = 128,
+    num_slots: int = 4,
+) -> StageSpec:
+    shape = make_shape(model.manifest, layers, slot_tokens=slot_tokens, num_slots=num_slots)
+    return StageSpec(PIPELINE_ID, epoch, stage, num_stages, shape, layers, model.manifest.digest)
 
 
 def graph_of(model: TinyModel, layers: LayerRange) -> bytes:
     return build_shard_graph(model.manifest, layers)
 
 
-def make_start(sampling: SamplingParams | None = None, *, stop_ids: Sequence[int] = ()) -> flow_pb2.SequenceStart:
+def make_start(
+    sampling: SamplingParams | None = None,
+    *,
+    stop_ids: Sequence[int] = (),
+    names: Sequence[BlockHash] = (),
+    is_kv_exact: bool = True,
+) -> flow_pb2.SequenceStart:
     """By default tokens are drawn at random, so that every answer is different from the next."""
     return flow_pb2.SequenceStart(
         sampling=sampling_to_proto(sampling or SamplingParams(temperature=8.0, seed=7, num_logprobs=2)),
         stop_token_ids=stop_ids,
+        block_hashes=names,
+        is_kv_exact=is_kv_exact,
     )
 
 
@@ -72,25 +96,74 @@ def make_cancel(*ended: tuple[int, int]) -> flow_pb2.Frame:
     return flow_pb2.Frame(pipeline_id=PIPELINE_ID, epoch=EPOCH, to_stage=0, cancel=flow_pb2.Cancel(sequences=refs))
 
 
+@dataclass(frozen=True, slots=True)
+class KVKeeping:
+    """What each stage keeps KV blocks in; by default it keeps none. lower: one for all stages."""
+
+    budget_bytes: int = 0
+    policy: KVPolicy = KVPolicy.EXACT
+    lower: LowerTier | None = None
+    slot_tokens: int = 128
+
+
+def make_restore(
+    sequence_id: int,
+    names: Sequence[BlockHash],
+    *,
+    slot: int = 0,
+    is_exact_only: bool = False,
+    fetch_timeout_ms: float = 0.0,
+) -> flow_pb2.Frame:
+    restore = flow_pb2.Restore(
+        sequence_id=sequence_id,
+        slot=slot,
+        block_hashes=names,
+        is_exact_only=is_exact_only,
+        fetch_timeout_ms=fetch_timeout_ms,
+    )
+    return flow_pb2.Frame(pipeline_id=PIPELINE_ID, epoch=EPOCH, to_stage=0, restore=restore)
+
+
+def make_frame(**body: Any) -> flow_pb2.Frame:
+    """Any frame for the first stage."""
+    return flow_pb2.Frame(pipeline_id=PIPELINE_ID, epoch=EPOCH, to_stage=0, **body)
+
+
 class StageChain:
     """Stages cut before the layers named; frames wait in one queue until they are passed on.
 
-    passed: every frame between stages, in order. results: those for the orchestrator.
+    passed: every frame between stages, in order. results: those for the orchestrator. posted: by stage, what is to go on
+    behind the frames that wait. caches: of the stages; a chain that takes those of another has what that one kept.
     """
 
-    def __init__(self, model: TinyModel, cuts: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        model: TinyModel,
+        cuts: Sequence[int] = (),
+        keeping: KVKeeping = KVKeeping(),
+        caches: Sequence[BlockCache] | None = None,
+    ) -> None:
         edges = [0, *cuts, model.manifest.config.num_layers]
+        self.posted: deque[tuple[int, RestoreReady | BlocksFetched]] = deque()
         self.waiting: deque[flow_pb2.Frame] = deque()
         self.passed: list[flow_pb2.Frame] = []
         self.results: list[flow_pb2.Frame] = []
-        self.stages = []
-        self.shards = []
+        self.stages: list[StageRunner] = []
+        self.shards: list[Shard] = []
+        self.caches = list(caches or ())
         for stage, (first, stop) in enumerate(pairwise(edges)):
             layers = LayerRange(first, stop)
-            spec = make_spec(model, layers, stage, len(edges) - 1)
+            spec = make_spec(model, layers, stage, len(edges) - 1, slot_tokens=keeping.slot_tokens)
             shard = open_shard(spec.shape, graph_of(model, layers), model.blob_directory)
             self.shards.append(shard)
-            self.stages.append(StageRunner(spec, shard, SlowDown(1.0), self._sent))
+            if caches is None:
+                post = partial(self._post, stage)
+                self.caches.append(BlockCache(keeping.budget_bytes, keeping.policy, post, lower=keeping.lower))
+            runner = StageRunner(spec, shard, SlowDown(1.0), self._sent, self.caches[stage], partial(self._post, stage))
+            self.stages.append(runner)
+
+    def _post(self, stage: int, item: RestoreReady | BlocksFetched) -> None:
+        self.posted.append((stage, item))
 
     def _sent(self, frame: flow_pb2.Frame) -> None:
         if frame.to_stage == ORCHESTRATOR:
@@ -102,16 +175,37 @@ class StageChain:
     def send(self, *frames: flow_pb2.Frame) -> None:
         """Hand frames over, then pass everything on until nothing moves."""
         self.waiting.extend(frames)
-        while self.waiting:
+        while self.waiting or self.posted:
             self.pass_one()
 
     def pass_one(self) -> None:
+        if not self.waiting:
+            self._go_on()
+            return
         frame = self.waiting.popleft()
         self.stages[frame.to_stage].handle(frame)
+
+    def _go_on(self) -> None:
+        stage, item = self.posted.popleft()
+        if isinstance(item, RestoreReady):
+            self.stages[stage].resume(item)
+        else:
+            self.caches[stage].fetched(item)
+
+    def keep_up(self) -> None:
+        """Have all that waits copied."""
+        for cache in self.caches:
+            while cache.has_work:
+                cache.work()
+            cache.check_invariants()
 
     def take_results(self) -> list[flow_pb2.StepResult]:
         results, self.results = self.results, []
         return [frame.step_result for frame in results]
+
+    def take_restored(self) -> list[flow_pb2.Restored]:
+        results, self.results = self.results, []
+        return [frame.restored for frame in results if frame.HasField("restored")]
 
     def tokens_of(self, sequence_id: int) -> list[flow_pb2.SampledToken]:
         """All tokens of a sequence that were reported so far."""
@@ -122,5 +216,6 @@ class StageChain:
         return [shard.kv_bytes for shard in self.shards]
 
     def close(self) -> None:
-        for shard in self.shards:
+        for runner, shard in zip(self.stages, self.shards, strict=True):
+            runner.close()
             shard.close()

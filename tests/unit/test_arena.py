@@ -56,6 +56,58 @@ def test_a_new_arena_takes_no_memory_for_the_room_it_reserves() -> None:
 
 
 @on_linux
+def test_a_slot_grows_by_pages_as_its_tokens_are_written_and_nothing_is_copied() -> None:
+    arena = make_arena(num_slots=16, slot_tokens=8192, kv_tokens=16 * 8192)
+    pointer, grown = arena.pointer(0, 0, 0), []
+    for tokens in range(16, 1025, 16):
+        before = resident_bytes_at(pointer)
+        arena.array[:, :, 3, :, tokens - 16 : tokens] = tokens
+        arena.set_length(3, tokens)
+        grown.append(resident_bytes_at(pointer) - before)
+    # 16 tokens of a head of 64 floats are a page.
+    assert set(grown) == {2 * 2 * 3 * 4096}
+    assert arena.pointer(0, 0, 0) == pointer
+    assert arena.resident_bytes == sum(grown)
+
+
+@on_linux
+def test_an_arena_that_is_closed_gives_its_memory_back_though_somebody_has_a_view() -> None:
+    arena = make_arena()
+    write_tokens(arena, 1, 600)
+    pointer, view = arena.pointer(0, 0, 0), arena.block(1, 0)
+    arena.close()
+    assert resident_bytes_at(pointer) == 0
+    assert (view == 0).all()
+
+
+def test_a_block_of_a_slot_is_read_and_filled_in_place() -> None:
+    arena = make_arena()
+    write_tokens(arena, 1, 600)
+    arena.block(1, 2)[...] = 9
+    assert arena.block(1, 2).shape == (2, 2, 3, 64, 64)
+    assert (arena.array[:, :, 1, :, 128:192] == 9).all()
+    assert (arena.array[:, :, 1, :, :128] == 2).all()
+    assert (arena.array[:, :, 1, :, 192:600] == 2).all()
+
+
+@pytest.mark.parametrize(
+    ("slot", "tokens", "message"),
+    [
+        (4, 64, "slot 4 was to be filled; this shard has 4"),
+        (-1, 64, "slot -1"),
+        (0, 1024, "a slot of this shard holds 1000"),
+        (0, 960, "slots would hold 2160 tokens; this shard holds 2000"),
+    ],
+)
+def test_a_slot_is_not_filled_with_more_than_there_is_room_for(slot: int, tokens: int, message: str) -> None:
+    arena = make_arena()
+    write_tokens(arena, 1, 600)
+    write_tokens(arena, 2, 600)
+    with pytest.raises(InternalError, match=message):
+        arena.check_fill(slot, tokens)
+
+
+@on_linux
 @pytest.mark.parametrize("head_dim", [64, 80, 8])
 def test_memory_follows_what_is_written_and_stays_below_the_estimate(head_dim: int) -> None:
     arena = make_arena(head_dim=head_dim)

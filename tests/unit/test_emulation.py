@@ -300,6 +300,13 @@ def test_a_shard_of_exactly_the_memory_fits() -> None:
         check_fits(PHONE, 1001, "layers [0, 10)")
 
 
+def test_memory_for_kept_kv_is_not_there_for_a_shard() -> None:
+    keeping = replace(PHONE, host_kv_bytes=100)
+    check_fits(keeping, 900, "layers [0, 10)")
+    with pytest.raises(ShardDoesNotFit, match="may use 900, so it lacks 1;"):
+        check_fits(keeping, 901, "layers [0, 10)")
+
+
 def test_a_shard_that_does_not_fit_is_refused_with_device_and_missing_bytes() -> None:
     with pytest.raises(ShardDoesNotFit, match=r"layers \[0, 10\) does not fit on phone-2 \(phone\).* lacks 234"):
         check_fits(PHONE, 1234, "layers [0, 10)")

@@ -207,3 +207,14 @@ def test_waiting_awake_finds_items_and_frames_and_falls_asleep_in_the_end(inbox:
     later.start()
     assert inbox.get(Wait(sleep_s=0.001, poll_s=0.001)) == "late"
     later.join()
+
+
+def test_a_look_at_an_idle_inbox_finds_nothing_and_does_not_wait(inbox: Inbox[str]) -> None:
+    assert inbox.poll() is None
+
+
+def test_a_look_finds_frames_before_items_and_takes_them(inbox: Inbox[str], pair: SocketPair) -> None:
+    inbox.post("work")
+    pair[1].sendall(pack_frame(make_frame(1)))
+
+    assert [inbox.poll() for _ in range(3)] == [make_frame(1), "work", None]

@@ -32,7 +32,7 @@ OTHERS = {
 
 
 def test_a_payload_comes_back_with_its_codec_and_is_not_copied() -> None:
-    data = pack(LABEL, "int8", PAYLOAD)
+    data = pack(LABEL, "int8", PAYLOAD, is_exact=True)
     found = unpack(data, LABEL, CODECS)
     assert isinstance(found, Payload)
     assert (found.codec, bytes(found.data)) == ("int8", PAYLOAD)
@@ -40,11 +40,17 @@ def test_a_payload_comes_back_with_its_codec_and_is_not_copied() -> None:
     assert len(data) == HEADER_BYTES + len(PAYLOAD)
 
 
-@given(st.binary(max_size=200), st.sampled_from(["f32", "int8"]), st.integers(0, 2**32 - 1), st.integers(0, 40))
-def test_every_payload_comes_back(payload: bytes, codec: str, position: int, start: int) -> None:
+@given(
+    st.binary(max_size=200),
+    st.sampled_from(["f32", "int8"]),
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 40),
+    st.booleans(),
+)
+def test_every_payload_comes_back(payload: bytes, codec: str, position: int, start: int, is_exact: bool) -> None:
     label = replace(LABEL, position=position, layers=LayerRange(start, start + 1))
-    found = unpack(memoryview(pack(label, codec, memoryview(payload))), label, CODECS)
-    assert found == Payload(codec, memoryview(payload))
+    found = unpack(memoryview(pack(label, codec, memoryview(payload), is_exact=is_exact)), label, CODECS)
+    assert found == Payload(codec, memoryview(payload), is_exact)
 
 
 def test_a_header_is_a_whole_number_of_cache_lines() -> None:
@@ -53,12 +59,15 @@ def test_a_header_is_a_whole_number_of_cache_lines() -> None:
 
 @pytest.mark.parametrize("reason", OTHERS)
 def test_a_sound_block_of_another_label_is_a_mismatch(reason: Mismatch) -> None:
-    assert unpack(pack(OTHERS[reason], "f32", PAYLOAD), LABEL, CODECS) is reason
+    assert unpack(pack(OTHERS[reason], "f32", PAYLOAD, is_exact=True), LABEL, CODECS) is reason
 
 
 @pytest.mark.parametrize("layers", [LayerRange(2, 9), LayerRange(3, 8), LayerRange(4, 10), LayerRange(0, 6)])
 def test_a_block_of_another_cut_is_a_mismatch(layers: LayerRange) -> None:
-    assert unpack(pack(replace(LABEL, layers=layers), "f32", PAYLOAD), LABEL, CODECS) is Mismatch.OTHER_LAYERS
+    assert (
+        unpack(pack(replace(LABEL, layers=layers), "f32", PAYLOAD, is_exact=True), LABEL, CODECS)
+        is Mismatch.OTHER_LAYERS
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,27 +81,27 @@ def test_a_block_of_another_cut_is_a_mismatch(layers: LayerRange) -> None:
     ],
 )
 def test_a_block_of_another_shape_is_a_mismatch(other: BlockLabel) -> None:
-    assert unpack(pack(other, "f32", PAYLOAD), LABEL, CODECS) is Mismatch.OTHER_SHAPE
+    assert unpack(pack(other, "f32", PAYLOAD, is_exact=True), LABEL, CODECS) is Mismatch.OTHER_SHAPE
 
 
 @pytest.mark.parametrize("codec", ["k4v4", "INT8", "int", "int80"])
 def test_a_codec_that_the_reader_does_not_allow_is_a_mismatch(codec: str) -> None:
-    assert unpack(pack(LABEL, codec, PAYLOAD), LABEL, CODECS) is Mismatch.OTHER_CODEC
+    assert unpack(pack(LABEL, codec, PAYLOAD, is_exact=True), LABEL, CODECS) is Mismatch.OTHER_CODEC
 
 
 def test_a_reader_that_wants_exact_bytes_takes_no_lossy_ones() -> None:
-    assert unpack(pack(LABEL, "int8", PAYLOAD), LABEL, {"f32"}) is Mismatch.OTHER_CODEC
+    assert unpack(pack(LABEL, "int8", PAYLOAD, is_exact=True), LABEL, {"f32"}) is Mismatch.OTHER_CODEC
 
 
 @pytest.mark.parametrize(("at", "reason"), [(0, Mismatch.NOT_A_BLOCK), (4, Mismatch.OTHER_VERSION)])
 def test_what_is_no_block_of_this_version_is_a_mismatch(at: int, reason: Mismatch) -> None:
-    data = bytearray(pack(LABEL, "f32", PAYLOAD))
+    data = bytearray(pack(LABEL, "f32", PAYLOAD, is_exact=True))
     data[at] += 1
     assert unpack(memoryview(data), LABEL, CODECS) is reason
 
 
 def test_no_flipped_bit_is_accepted() -> None:
-    sound = pack(LABEL, "f32", PAYLOAD)
+    sound = pack(LABEL, "f32", PAYLOAD, is_exact=True)
     for bit in range(len(sound) * 8):
         data = bytearray(sound)
         data[bit // 8] ^= 1 << bit % 8
@@ -100,7 +109,7 @@ def test_no_flipped_bit_is_accepted() -> None:
 
 
 def test_a_flipped_bit_in_what_the_reader_compares_counts_as_damage() -> None:
-    data = bytearray(pack(LABEL, "f32", PAYLOAD))
+    data = bytearray(pack(LABEL, "f32", PAYLOAD, is_exact=True))
     for at in (30, 70, 100, HEADER_BYTES - 1, HEADER_BYTES, len(data) - 1):
         data[at] ^= 16
         assert unpack(memoryview(data), LABEL, CODECS) is Mismatch.BAD_CHECKSUM
@@ -108,18 +117,18 @@ def test_a_flipped_bit_in_what_the_reader_compares_counts_as_damage() -> None:
 
 
 def test_no_block_that_was_cut_is_accepted() -> None:
-    sound = pack(LABEL, "f32", PAYLOAD)
+    sound = pack(LABEL, "f32", PAYLOAD, is_exact=True)
     assert {unpack(sound[:num_bytes], LABEL, CODECS) for num_bytes in range(len(sound))} == {Mismatch.TRUNCATED}
 
 
-@pytest.mark.parametrize("more", [b"\0", b"x", bytes(HEADER_BYTES), pack(LABEL, "f32", PAYLOAD)])
+@pytest.mark.parametrize("more", [b"\0", b"x", bytes(HEADER_BYTES), pack(LABEL, "f32", PAYLOAD, is_exact=True)])
 def test_bytes_behind_the_payload_are_a_mismatch(more: bytes) -> None:
-    assert unpack(pack(LABEL, "f32", PAYLOAD) + more, LABEL, CODECS) is Mismatch.TRAILING_BYTES
+    assert unpack(pack(LABEL, "f32", PAYLOAD, is_exact=True) + more, LABEL, CODECS) is Mismatch.TRAILING_BYTES
 
 
 @given(st.integers(0, HEADER_BYTES + len(PAYLOAD) - 1), st.binary(min_size=1, max_size=64))
 def test_overwritten_bytes_are_never_accepted_as_something_else(at: int, patch: bytes) -> None:
-    sound = pack(LABEL, "f32", PAYLOAD)
+    sound = pack(LABEL, "f32", PAYLOAD, is_exact=True)
     data = sound[:at] + patch + sound[at + len(patch) :]
     found = unpack(data, LABEL, CODECS)
     assert isinstance(found, Mismatch) or data == sound
@@ -133,7 +142,7 @@ def test_any_other_bytes_are_a_mismatch(data: bytes) -> None:
 @pytest.mark.parametrize("codec", ["", "k4-v4", "int8\0", "entropy coded", "ä", "a" * 21])
 def test_a_codec_s_name_that_would_not_come_back_is_refused(codec: str) -> None:
     with pytest.raises(ValueError, match="a codec is named by"):
-        pack(LABEL, codec, PAYLOAD)
+        pack(LABEL, codec, PAYLOAD, is_exact=True)
 
 
 def test_a_label_of_no_block_is_refused() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from launch.profiles import SHIPPED, Machine, load_profile, measure_machine
 from shoal.errors import ConfigError
-from shoal.types import BatteryModel, DeviceLimits, DeviceMode, DeviceProfile, LinkProfile, ThermalModel
+from shoal.types import BatteryModel, DeviceLimits, DeviceMode, DeviceProfile, KVPolicy, LinkProfile, ThermalModel
 from worker.emulation import EmulatedDevice, LinkShaper, temperature_after
 
 SMALLEST = 'name = "mine"\nkind = "box"\nmemory_mib = 10\n'
@@ -68,8 +68,8 @@ def test_this_machine_has_memory_and_cores() -> None:
 
 def test_a_users_file_sets_every_field(tmp_path: Path) -> None:
     text = (
-        SMALLEST
-        + "speed = 0.25\nthreads = 2\nmax_batch = 4\npoll_ms = 3\nallow_direct_links = false\nemulated = true\n"
+        SMALLEST + 'host_kv_mib = 3\nkv_policy = "balanced"\n'
+        "speed = 0.25\nthreads = 2\nmax_batch = 4\npoll_ms = 3\nallow_direct_links = false\nemulated = true\n"
         'mode = "throughput"\n[fallback]\ntimeout_ms = 50\n[link]\ndelay_ms = 5\nrate_mbit_s = 20\n'
         "[limits]\nmoderate_c = 50\nhot_c = 60\ncritical_c = 70\nlow_battery_percent = 30\n"
         "critical_battery_percent = 5\nbusy_load = 1\nmax_batch = [4, 4, 2, 1]\nsteps_per_s = [0, 0, 4.5, 1]\n"
@@ -92,11 +92,37 @@ def test_a_users_file_sets_every_field(tmp_path: Path) -> None:
         limits=DeviceLimits(50.0, 60.0, 70.0, 30.0, 5.0, 1.0, (4, 4, 2, 1), (0.0, 0.0, 4.5, 1.0)),
         thermal=ThermalModel(-5.0, 1.0, 0.5),
         battery=BatteryModel(12.0, 50.0, 3.0, 0.0),
+        host_kv_bytes=3 * 2**20,
+        kv_policy=KVPolicy.BALANCED,
     )
 
 
 def test_what_a_users_file_leaves_out_has_the_defaults(tmp_path: Path) -> None:
-    assert load(tmp_path, SMALLEST) == DeviceProfile(name="mine", kind="box", memory_bytes=10 * 2**20)
+    memory_bytes = 10 * 2**20
+    assert load(tmp_path, SMALLEST) == DeviceProfile(
+        name="mine", kind="box", memory_bytes=memory_bytes, host_kv_bytes=memory_bytes // 10
+    )
+
+
+def test_the_host_keeps_kv_in_a_tenth_of_its_memory_in_whole_mebibytes() -> None:
+    profile = load_profile("host", lambda: Machine(available_bytes=1000 * 2**20, num_cores=1))
+    assert profile.host_kv_bytes == 80 * 2**20
+
+
+def test_a_profile_may_say_that_no_kv_is_kept(tmp_path: Path) -> None:
+    assert load(tmp_path, SMALLEST + "host_kv_mib = 0\n").host_kv_bytes == 0
+
+
+def test_kept_kv_must_leave_memory_for_a_shard(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"mine\.toml:4: host_kv_mib = 10 is not allowed; .* which is 10 MiB"):
+        load(tmp_path, SMALLEST + "host_kv_mib = 10\n")
+
+
+@pytest.mark.parametrize("name", ["laptop", "phone", "tablet"])
+def test_shipped_devices_keep_kv_exactly_and_most_of_their_memory_for_shards(name: str) -> None:
+    profile = load_profile(name)
+    assert profile.kv_policy is KVPolicy.EXACT
+    assert 0.85 * profile.memory_bytes < profile.shard_bytes < profile.memory_bytes
 
 
 def test_an_unknown_name_lists_the_shipped_ones() -> None:
@@ -142,6 +168,8 @@ def test_broken_toml_names_file_line_and_what_is_there(tmp_path: Path, text: str
         ("threads = 1.0", r"threads = 1\.0 is not allowed; it must be a whole number"),
         ("max_batch = 0", "max_batch = 0 is not allowed; it must be a whole number from 1"),
         ('allow_direct_links = "no"', "allow_direct_links = 'no' is not allowed; it must be true or false"),
+        ("host_kv_mib = 1.5", r"host_kv_mib = 1\.5 is not allowed; it must be a whole number of MiB"),
+        ('kv_policy = "small"', "kv_policy = 'small' is not allowed; it must be one of exact, balanced, compact"),
         ('mode = "fast"', "mode = 'fast' is not allowed; it must be one of mixed, latency, throughput"),
         ("colour = 1", "colour is not a field of a profile; fields are name, kind, mode, memory_mib"),
         ("hot_c = 1", r"hot_c is not a field of a profile; .*\(hot_c belongs in \[limits\]\)"),

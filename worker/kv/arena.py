@@ -7,6 +7,7 @@ by page as tokens are written, and given back when a slot is released. Owned by 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import sys
@@ -16,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.errors import InternalError
+from shoal.kv import BLOCK_TOKENS
 from shoal.types import ShardShape
 
 # A step's rows are padded to its longest, and each slot must have room for that after what it holds.
@@ -88,6 +90,14 @@ class Arena:
     def length(self, slot: int) -> int:
         return self._lengths[slot]
 
+    def block(self, slot: int, index: int) -> NDArray[np.float32]:
+        """A view of a slot's index-th block of tokens, to read or to fill: [L, 2, K, tokens, D].
+
+        Who fills it tells set_length.
+        """
+        start = index * BLOCK_TOKENS
+        return self.array[:, :, slot, :, start : start + BLOCK_TOKENS]
+
     def check_room(self, slot: int, position: int, num_tokens: int) -> None:
         """Raise InternalError if a step may not write these tokens: nothing is written then."""
         held = self._lengths[slot] if 0 <= slot < self._shape.num_slots else -1
@@ -104,6 +114,16 @@ class Arena:
                 f"slot {slot} would hold {position + num_tokens} tokens; "
                 f"a slot of this shard holds {self._shape.slot_tokens}"
             )
+
+    def check_fill(self, slot: int, tokens: int) -> None:
+        """Raise InternalError if a slot may not be filled with so many tokens from its first on."""
+        if not 0 <= slot < self._shape.num_slots:
+            raise InternalError(f"slot {slot} was to be filled; this shard has {self._shape.num_slots}")
+        if tokens > self._shape.slot_tokens:
+            raise InternalError(
+                f"slot {slot} was to be filled with {tokens} tokens; a slot of this shard holds {self._shape.slot_tokens}"
+            )
+        self.check_total({slot: tokens})
 
     def check_total(self, lengths: Mapping[int, int]) -> None:
         """Raise InternalError if the slots cannot all have these lengths beside what the others hold."""
@@ -127,9 +147,13 @@ class Arena:
                 self._discard(self.pointer(layer, kv, slot) - self._address, self._slot_bytes)
 
     def close(self) -> None:
-        """Give all memory back; the arena cannot be used afterwards."""
+        """Give all memory back; the arena cannot be used afterwards, nor can views of it."""
+        num_bytes = self.array.nbytes
         del self.array
-        self._map.close()
+        self._discard(0, num_bytes)
+        # Who still has a view, as the traceback of an error may, keeps the addresses, not the memory.
+        with contextlib.suppress(BufferError):
+            self._map.close()
 
     def check_invariants(self) -> None:
         for slot, (held, touched) in enumerate(zip(self._lengths, self._touched, strict=True)):

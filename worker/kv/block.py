@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from shoal.kv import DIGEST_BYTES, BlockKey
+from shoal.kv import BLOCK_TOKENS, DIGEST_BYTES, BlockHash, BlockKey, layer_key
 from shoal.types import LayerRange
 
 FORMAT_VERSION = 1
 _MAGIC = b"SHKV"
-_MAX_CODEC_BYTES = 20
-# Magic, version, codec (padded with zeros), key, model digest, first and last layer + 1, KV heads, tokens, head size, first
-# position, payload bytes. No padding: every bit means something.
-_FIELDS = struct.Struct(f"<4sI{_MAX_CODEC_BYTES}s{DIGEST_BYTES}s{DIGEST_BYTES}sIIIIIIQ")
+_MAX_CODEC_BYTES = 19
+# Magic, version, codec (padded with zeros), whether it is exact, key, model digest, first and last layer + 1, KV heads,
+# tokens, head size, first position, payload bytes. No padding: every bit means something.
+_FIELDS = struct.Struct(f"<4sI{_MAX_CODEC_BYTES}s?{DIGEST_BYTES}s{DIGEST_BYTES}sIIIIIIQ")
 # CRC-32 finds every flipped bit, every two, every burst of up to 32, and misses one in 2^32 other accidents. It runs at
 # 2.3-2.8 GB/s on an x86-64 core, SHA-256 at 1.5 (by instructions of its own, which small boards lack), BLAKE2b at 0.6. A
 # longer checksum would not keep out who can write to a tier: that one could compute it as well.
@@ -69,15 +69,93 @@ class BlockLabel:
 
 
 @dataclass(frozen=True, slots=True)
+class StageBlock:
+    """What one stage stores of a block: the block's name, and the label of the stage's part of it."""
+
+    block_hash: BlockHash
+    label: BlockLabel
+
+    def __post_init__(self) -> None:
+        if self.label.key != layer_key(self.block_hash, self.label.layers):
+            raise ValueError(f"the key is not that of layers {self.label.layers} of block {self.block_hash.hex()}")
+
+    @property
+    def key(self) -> BlockKey:
+        return self.label.key
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """[L, 2, K, tokens, D]."""
+        label = self.label
+        return len(label.layers), 2, label.num_kv_heads, label.num_tokens, label.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class ChainBlock:
+    """A stage's block in the prefix that it is part of.
+
+    index: how many blocks are before it. parent: the last of those. is_newest: no full block of its prompt follows.
+    """
+
+    block: StageBlock
+    index: int
+    parent: BlockKey | None
+    is_newest: bool = False
+
+    @property
+    def key(self) -> BlockKey:
+        return self.block.key
+
+    @property
+    def block_hash(self) -> BlockHash:
+        return self.block.block_hash
+
+
+@dataclass(frozen=True, slots=True)
+class BlockForm:
+    """What all blocks of a stage have in common."""
+
+    model_digest: str
+    layers: LayerRange
+    num_kv_heads: int
+    head_dim: int
+
+    def block(self, block_hash: BlockHash, index: int) -> StageBlock:
+        """The stage's part of a block, the index-th of its sequence."""
+        label = BlockLabel(
+            key=layer_key(block_hash, self.layers),
+            model_digest=self.model_digest,
+            layers=self.layers,
+            num_kv_heads=self.num_kv_heads,
+            num_tokens=BLOCK_TOKENS,
+            head_dim=self.head_dim,
+            position=index * BLOCK_TOKENS,
+        )
+        return StageBlock(block_hash, label)
+
+    def chain(self, block_hashes: Sequence[BlockHash]) -> tuple[ChainBlock, ...]:
+        """The stage's parts of the leading blocks of a prompt."""
+        blocks = [self.block(block_hash, index) for index, block_hash in enumerate(block_hashes)]
+        parents = [None, *(block.key for block in blocks)]
+        last = len(blocks) - 1
+        return tuple(ChainBlock(block, index, parents[index], index == last) for index, block in enumerate(blocks))
+
+
+@dataclass(frozen=True, slots=True)
 class Payload:
-    """The bytes of a block, a view into what was read, and the codec that made them."""
+    """The bytes of a block, a view into what was read, and the codec that made them.
+
+    is_exact: decoding gives the bits that computing the block would. A lossy codec does not, nor does a lossless copy of
+    what was computed from lossy blocks.
+    """
 
     codec: str
     data: memoryview
+    is_exact: bool
 
 
-def pack(label: BlockLabel, codec: str, payload: bytes | memoryview) -> bytes:
-    """Make the bytes that a tier stores. Raises ValueError if the codec's name is not 1 to 20 ASCII letters or digits."""
+def pack(label: BlockLabel, codec: str, payload: bytes | memoryview, *, is_exact: bool) -> bytes:
+    """Make the bytes that a tier stores. Raises ValueError if the codec's name is not 1 to 19 ASCII letters or digits."""
     name = codec.encode()
     if not (codec.isascii() and codec.isalnum() and len(name) <= _MAX_CODEC_BYTES):
         raise ValueError(f"a codec is named by 1 to {_MAX_CODEC_BYTES} ASCII letters or digits, not {codec!r}")
@@ -86,6 +164,7 @@ def pack(label: BlockLabel, codec: str, payload: bytes | memoryview) -> bytes:
         _MAGIC,
         FORMAT_VERSION,
         name,
+        is_exact,
         label.key,
         bytes.fromhex(label.model_digest),
         label.layers.start,
@@ -105,21 +184,21 @@ def unpack(data: bytes | memoryview, expected: BlockLabel, codecs: Collection[st
     damage = _damage(view)
     if damage is not None:
         return damage
-    _, _, name, key, model, start, stop, num_kv_heads, num_tokens, head_dim, position, _ = _FIELDS.unpack_from(view)
+    _, _, name, is_exact, key, model, start, stop, *sizes, position, _ = _FIELDS.unpack_from(view)
     codec = name.rstrip(b"\0").decode("ascii", "replace")
     shape = (expected.num_kv_heads, expected.num_tokens, expected.head_dim)
     checks = (
         (Mismatch.OTHER_KEY, key == expected.key),
         (Mismatch.OTHER_MODEL, model == bytes.fromhex(expected.model_digest)),
         (Mismatch.OTHER_LAYERS, (start, stop) == (expected.layers.start, expected.layers.stop)),
-        (Mismatch.OTHER_SHAPE, (num_kv_heads, num_tokens, head_dim) == shape),
+        (Mismatch.OTHER_SHAPE, tuple(sizes) == shape),
         (Mismatch.OTHER_POSITION, position == expected.position),
         (Mismatch.OTHER_CODEC, codec in codecs),
     )
     for reason, is_right in checks:
         if not is_right:
             return reason
-    return Payload(codec, view[HEADER_BYTES:])
+    return Payload(codec, view[HEADER_BYTES:], is_exact)
 
 
 def _damage(view: memoryview) -> Mismatch | None:

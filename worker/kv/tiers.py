@@ -120,9 +120,13 @@ class HostTier:
     - stored blocks are puts - evictions - deletions.
     """
 
-    def __init__(self, budget_bytes: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, budget_bytes: int, clock: Callable[[], float], on_evicted: Callable[[BlockKey, bytes], None] | None = None
+    ) -> None:
+        """on_evicted: told of each block that was lost to make room, while it is made: it must not call the tier."""
         self._budget_bytes = budget_bytes
         self._clock = clock
+        self._on_evicted = on_evicted
         self._used_bytes = 0
         self._entries: dict[BlockKey, _Entry] = {}
         # Deleted while they were read.
@@ -152,6 +156,28 @@ class HostTier:
 
     def contains(self, key: BlockKey) -> bool:
         return key in self._entries
+
+    def is_tail(self, key: BlockKey) -> bool:
+        """Whether no block here continues this one."""
+        return key not in self._num_children
+
+    def peek(self, key: BlockKey) -> bytes | None:
+        """The bytes of a block; no use of it, and not counted."""
+        entry = self._entries.get(key)
+        return None if entry is None else entry.data
+
+    def recode(self, key: BlockKey, data: bytes) -> bool:
+        """Give a block shorter bytes that stand for the same; no use of it. False if it is being read, or not here."""
+        entry = self._entries.get(key)
+        if entry is None or entry.num_readers > 0:
+            return False
+        assert len(data) <= len(entry.data), f"block {key.hex()} would grow from {len(entry.data)} to {len(data)} bytes"
+        self._used_bytes += len(data) - len(entry.data)
+        level = entry.score - _worth(entry)
+        entry.data = data
+        entry.score = level + _worth(entry)
+        self._rank(key)
+        return True
 
     def get(self, keys: Iterable[BlockKey]) -> dict[BlockKey, bytes]:
         found: dict[BlockKey, bytes] = {}
@@ -272,8 +298,10 @@ class HostTier:
             score, ticket, key = heapq.heappop(self._heap)
             if self._is_live(key, ticket):
                 self._level = max(self._level, score)
-                self._remove(key)
+                entry = self._remove(key)
                 self._stats.evictions += 1
+                if self._on_evicted is not None:
+                    self._on_evicted(key, entry.data)
                 return True
         return False
 
@@ -302,7 +330,7 @@ class HostTier:
         return entry is not None and entry.pinned_until == until
 
     def _rescore(self, key: BlockKey, entry: _Entry) -> None:
-        entry.score = self._level + entry.num_uses * entry.cost_s / max(1, len(entry.data))
+        entry.score = self._level + _worth(entry)
         self._rank(key)
 
     def _rank(self, key: BlockKey) -> None:
@@ -325,6 +353,10 @@ class HostTier:
     def _is_live(self, key: BlockKey, ticket: int) -> bool:
         entry = self._entries.get(key)
         return entry is not None and entry.ticket == ticket
+
+
+def _worth(entry: _Entry) -> float:
+    return entry.num_uses * entry.cost_s / max(1, len(entry.data))
 
 
 def _size(entry: _Entry | None) -> int:

@@ -1,0 +1,62 @@
+"""A link to a Redis that is a dictionary: it answers at once, and is away while a test says so.
+
+Knows the commands that the orchestrator sends; the contract suite of what the orchestrator keeps ties it to a real server.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.redis_connection import Command
+from shoal.redis_link import AsyncRedisLink
+
+
+class FakeLink(AsyncRedisLink):
+    """is_away: calls give None. num_calls: those that were answered."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+        self.is_away = False
+        self.num_calls = 0
+        self.values: dict[bytes, bytes] = {}
+        self.sets: dict[bytes, set[bytes]] = {}
+        self.hashes: dict[bytes, dict[bytes, bytes]] = {}
+
+    async def call(self, *commands: Command, timeout_s: float = 0.05) -> list[Any] | None:
+        if self.is_away:
+            return None
+        self.num_calls += 1
+        return [self._answer(*command) for command in commands]
+
+    def _answer(self, name: Any, *arguments: Any) -> Any:
+        match name, *arguments:
+            case "GET", key:
+                return self.values.get(key)
+            case "MGET", *keys:
+                return [self.values.get(key) for key in keys]
+            case "SET", key, value, *_:
+                self.values[key] = value
+                return b"OK"
+            case "DEL", *keys:
+                return sum(self._remove(key) for key in keys)
+            case "HSET", key, *pairs:
+                self.hashes.setdefault(key, {}).update(zip(pairs[::2], pairs[1::2], strict=True))
+                return len(pairs) // 2
+            case "HKEYS", key:
+                return list(self.hashes.get(key, {}))
+            case "SADD", key, *members:
+                return self._change(key, self.sets.get(key, set()).union(members))
+            case "SREM", key, *members:
+                return -self._change(key, self.sets.get(key, set()).difference(members))
+            case "SMEMBERS", key:
+                return list(self.sets.get(key, ()))
+        raise AssertionError(f"not a command the fake knows: {name}")
+
+    def _change(self, key: bytes, members: set[bytes]) -> int:
+        num_before = len(self.sets.get(key, ()))
+        self.sets[key] = members
+        return len(members) - num_before
+
+    def _remove(self, key: bytes) -> int:
+        kinds: tuple[dict[bytes, Any], ...] = (self.values, self.sets, self.hashes)
+        return sum(kind.pop(key, None) is not None for kind in kinds)
