@@ -159,6 +159,8 @@ class Bringup:
             mode=placement.mode,
             stage_costs=tuple(costs),
             attention_tokens=self._manifest.config.attention_tokens,
+            # A prompt that one stage has to compute, all have to.
+            keeps_blocks=all(profile.host_kv_bytes > 0 for profile in profiles),
         )
 
 

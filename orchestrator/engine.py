@@ -13,6 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +25,7 @@ from orchestrator.explain import Stories, Story
 from orchestrator.lane import EmittedToken, Lane
 from orchestrator.pipeline import Pipeline
 from shoal.errors import DeadlineExceeded, DeadlineUnmeetable, NotReady, Overloaded, ShoalError, rebuild
+from shoal.kv import BlockHash
 from shoal.types import FinishReason, PipelineId, QosClass, SequenceId
 from shoal.v1 import flow_pb2, types_pb2
 
@@ -187,6 +189,23 @@ class Engine:
             lane.scheduler.times.expect(sum(known) / len(known))
         return [lane.view(request, now) for lane in self._lanes.values()]
 
+    # What is kept of prompts
+
+    def known_blocks(self, block_hashes: Seq[BlockHash]) -> int:
+        """How many leading blocks of a prompt the pipeline that has most of them is believed to hold."""
+        return max((lane.scheduler.restores.index.match(block_hashes) for lane in self._lanes.values()), default=0)
+
+    def keep_blocks(self, block_hashes: Seq[BlockHash], ttl_s: float) -> None:
+        """Pin blocks for so long wherever stages keep them."""
+        for lane in self._lanes.values():
+            lane.pipeline.keep(block_hashes, ttl_s)
+
+    def forget_blocks(self, block_hashes: Seq[BlockHash]) -> None:
+        """Delete blocks from the memory of all stages."""
+        for lane in self._lanes.values():
+            lane.scheduler.restores.index.forget(block_hashes)
+            lane.pipeline.forget_blocks(block_hashes)
+
     # What control decides
 
     def pipeline_up(self, pipeline: Pipeline, fallback_s: float) -> None:
@@ -265,6 +284,8 @@ class Engine:
                 if frame.step_result.burst_steps and all(token.emitted.finish is None for token in tokens):
                     # Amid a burst: no credit, slot or row became free, so nothing else can be done than before.
                     return
+            case "restored":
+                lane.on_restored(frame.restored, now)
             case "step_failed":
                 self._on_failed(lane, frame.step_failed, now)
             case body:
@@ -386,4 +407,6 @@ def _route_request(sequence: Sequence, now: float) -> RouteRequest:
         time_left_s=None if sequence.deadline_at is None else sequence.deadline_at - now,
         num_certain=1 if sequence.stop_ids else sequence.max_tokens,
         period_s=sequence.period_s,
+        block_hashes=sequence.restorable_blocks,
+        num_stored=sequence.num_stored_blocks,
     )

@@ -164,14 +164,16 @@ def _may_send(worker_id: WorkerId, frame: flow_pb2.Frame, stages: Sequence[Worke
     if worker_id not in stages:
         return False
     match frame.WhichOneof("body"):
-        case "step_result":
-            return worker_id == stages[-1]
+        case "step_result" | "restored":
+            return frame.to_stage == ORCHESTRATOR and worker_id == stages[-1]
         case "step" if frame.to_stage == 0:
             return worker_id == stages[-1]
-        case "step" | "cancel":
+        case "step" | "cancel" | "restore" | "prefetch" | "keep_blocks" | "forget_blocks":
             return 0 < frame.to_stage <= len(stages) and worker_id == stages[frame.to_stage - 1]
+        case "step_failed":
+            return frame.to_stage == ORCHESTRATOR
         case _:
-            return True
+            return False
 
 
 class _GrpcUplink:

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from orchestrator.core.batch import Batch, BatchRow, Emitted, SampledId
 from orchestrator.core.routing import PipelineView, RouteRequest
 from orchestrator.core.scheduler import Scheduler
-from orchestrator.core.sequence import RunId, Sequence
+from orchestrator.core.sequence import RestoredPrefix, RunId, Sequence
 from orchestrator.core.slots import round_up_to_page
 from orchestrator.core.tenants import TenantLedger
 from orchestrator.pipeline import Pipeline
+from shoal.kv import BLOCK_TOKENS
 from shoal.types import PipelineId, QosClass, SequenceId
 from shoal.v1 import flow_pb2, types_pb2
 
@@ -95,11 +96,15 @@ class Lane:
     def view(self, request: RouteRequest, now: float) -> PipelineView:
         """This lane as the router is to see it for a request."""
         scheduler, limits = self.scheduler, self.pipeline.limits
+        num_blocks = scheduler.restores.num_believed(request.block_hashes, request.num_stored)
+        cached_tokens = num_blocks * BLOCK_TOKENS
+        prediction = scheduler.predict(request.num_prompt, request.qos, now, cached_tokens)
+        whole = scheduler.predict(request.num_prompt, request.qos, now) if cached_tokens else prediction
         return PipelineView(
             pipeline_id=self.pipeline_id,
             mode=limits.mode,
             num_stages=limits.num_stages,
-            prediction=scheduler.predict(request.num_prompt, request.qos, now),
+            prediction=prediction,
             sequence_tokens=limits.sequence_tokens,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -107,6 +112,8 @@ class Lane:
             can_start=self.has_room and self._has_kv(request),
             max_batch=scheduler.pace.max_batch,
             steps_per_s=scheduler.pace.steps_per_s,
+            cached_tokens=cached_tokens,
+            saved_s=max(whole.prefill_s - prediction.prefill_s, 0.0),
             is_accepting=self.is_accepting,
         )
 
@@ -116,20 +123,27 @@ class Lane:
         return self.scheduler.used_kv_tokens + round_up_to_page(num_tokens) <= limits.kv_tokens
 
     def send_all(self, now: float) -> None:
-        """Send every batch that can be made now."""
+        """Send every batch that can be made now, and what stages are to get ready meanwhile."""
         num_prefilled = 0
         while (batch := self._next_batch(now)) is not None:
             num_prefilled += sum(row.num_tokens for row in batch.rows[batch.num_decode_rows :])
             self.pipeline.forward(batch, self._find)
         if num_prefilled:
             self.prefill_rate.add(num_prefilled, now)
+        for prefetch in self.scheduler.take_prefetches(now):
+            self.pipeline.prefetch(prefetch)
 
     def _next_batch(self, now: float) -> Batch | None:
-        """Make a batch, and tell stages of all runs that have ended by then: their slots may be in it for others."""
+        """Make a batch, and tell stages of all runs that have ended by then: their slots may be in it for others.
+
+        Or may be filled for others by what stages are asked to restore: that goes second.
+        """
         batch = self.scheduler.schedule(now)
         ended = self.scheduler.take_ended()
         if ended:
             self.pipeline.cancel(ended)
+        for restore in self.scheduler.take_restores():
+            self.pipeline.restore(restore)
         return batch
 
     def _find(self, row: BatchRow) -> Sequence:
@@ -148,6 +162,12 @@ class Lane:
         if emitted:
             self.decode_rate.add(len(emitted), now)
         return [EmittedToken(token, logprobs.get(token.sequence_id)) for token in emitted]
+
+    def on_restored(self, restored: flow_pb2.Restored, now: float) -> None:
+        """Take what the last stage reports of a Restore."""
+        blocks = restored.restored
+        prefix = RestoredPrefix(blocks.num_blocks, blocks.num_from_redis, blocks.codec, blocks.is_exact)
+        self.scheduler.restored(RunId(restored.sequence_id), prefix, now)
 
     def on_failed(self, failed: flow_pb2.StepFailed, now: float) -> list[SequenceId]:
         """Give up a step that a stage could not run; returns the sequences that end with it."""

@@ -108,6 +108,8 @@ def _checked_hello(request: fleet_pb2.AttachRequest) -> fleet_pb2.Hello:
         raise InvalidRequest(
             "hello.profile", f"memory_bytes and max_batch must be more than 0, speed too, and at most {MAX_SPEED}"
         )
+    if hello.profile.host_kv_bytes >= hello.profile.memory_bytes:
+        raise InvalidRequest("hello.profile", "host_kv_bytes is a part of memory_bytes, so it must be less")
     if not 0 <= hello.profile.fallback_timeout_ms <= MAX_FALLBACK_MS:
         raise InvalidRequest("hello.profile", f"fallback_timeout_ms must be from 0 to {MAX_FALLBACK_MS}")
     for name in ("flow_address", "socket_address"):

@@ -12,12 +12,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from google.protobuf.message import Message
+
 from orchestrator.core.batch import Batch, BatchRow, EndedSequence
 from orchestrator.core.limits import SchedulerLimits
+from orchestrator.core.restores import Prefetch, Restore
 from orchestrator.core.sequence import Sequence as AnswerSequence
 from orchestrator.core.step_time import StepTiming
 from shoal import rpc
-from shoal.types import DeviceMode, LayerRange, PipelineId, WorkerId
+from shoal.kv import BlockHash
+from shoal.types import DeviceMode, KVReuse, LayerRange, PipelineId, WorkerId
 from shoal.v1 import flow_pb2
 
 # Enough for a median that follows what happens now.
@@ -92,6 +96,31 @@ class Pipeline:
         refs = [flow_pb2.SequenceRef(sequence_id=one.run_id, slot=one.slot) for one in ended]
         self._send(self._frame(cancel=flow_pb2.Cancel(sequences=refs)))
 
+    def restore(self, restore: Restore) -> None:
+        """Ask all stages to fill a slot with leading blocks of a run; the first of them starts from the whole list."""
+        message = flow_pb2.Restore(
+            sequence_id=restore.run_id,
+            slot=restore.slot,
+            block_hashes=restore.block_hashes,
+            is_exact_only=restore.is_exact_only,
+            fetch_timeout_ms=restore.timeout_s * 1e3,
+            restored=flow_pb2.RestoredBlocks(num_blocks=len(restore.block_hashes), is_exact=True),
+        )
+        self._send(self._frame(restore=message))
+
+    def prefetch(self, prefetch: Prefetch) -> None:
+        """Tell all stages of blocks that will be wanted."""
+        message = flow_pb2.Prefetch(block_hashes=prefetch.block_hashes, timeout_ms=prefetch.timeout_s * 1e3)
+        self._send(self._frame(prefetch=message))
+
+    def keep(self, block_hashes: Sequence[BlockHash], ttl_s: float) -> None:
+        """Have all stages pin blocks where they keep them."""
+        self._send(self._frame(keep_blocks=flow_pb2.KeepBlocks(block_hashes=block_hashes, ttl_s=ttl_s)))
+
+    def forget_blocks(self, block_hashes: Sequence[BlockHash]) -> None:
+        """Have all stages delete blocks."""
+        self._send(self._frame(forget_blocks=flow_pb2.ForgetBlocks(block_hashes=block_hashes)))
+
     def observe(self, result: flow_pb2.StepResult) -> StepTiming | None:
         """Take the timing of a pass that came back; None if it says nothing of what such a pass takes."""
         step = self._steps.get(result.step)
@@ -141,19 +170,23 @@ class Pipeline:
             sample=row.is_sampled,
         )
         if row.is_start:
-            message.start.CopyFrom(_start_of(find(row)))
+            message.start.CopyFrom(_start_of(find(row), self.limits.keeps_blocks))
         return message
 
-    def _frame(self, **body: flow_pb2.Step | flow_pb2.Cancel) -> flow_pb2.Frame:
+    def _frame(self, **body: Message) -> flow_pb2.Frame:
         return flow_pb2.Frame(pipeline_id=self.pipeline_id, epoch=self.epoch, to_stage=0, **body)  # type: ignore[arg-type]
 
 
-def _start_of(sequence: AnswerSequence) -> flow_pb2.SequenceStart:
+def _start_of(sequence: AnswerSequence, keeps_blocks: bool) -> flow_pb2.SequenceStart:
+    """What stages have to know of a run; names of blocks only if they are to keep them."""
     needs_prompt = sequence.sampling.repetition_penalty != 1.0
+    is_kept = keeps_blocks and sequence.kv_reuse is not KVReuse.NONE
     return flow_pb2.SequenceStart(
         sampling=rpc.sampling_to_proto(sequence.sampling),
         prompt_token_ids=sequence.prompt_token_ids if needs_prompt else (),
         stop_token_ids=sorted(sequence.stop_ids),
+        block_hashes=sequence.block_hashes if is_kept else (),
+        is_kv_exact=sequence.is_kv_exact,
     )
 
 

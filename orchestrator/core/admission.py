@@ -30,7 +30,8 @@ class Admission:
 
     Invariants:
     - a sequence is in the queue, or running with a slot and room for num_tokens_max;
-    - a running one is among the prompts of its class exactly while a part of its prompt is not dispatched;
+    - a running one is among the prompts of its class exactly while a part of its prompt is not dispatched, once it awaits
+      no blocks; they are in the order in which they got their slots;
     - num_prompt_left is the sum over these;
     - a running one is takeable exactly if it was preempted less than MAX_PREEMPTIONS times.
     """
@@ -94,8 +95,15 @@ class Admission:
                 found.append((self.queue.rank(qos), sequence))
         return sorted(found, key=lambda one: one[0])
 
+    def prompt_rank(self) -> float | None:
+        """The rank of the prompt whose turn is next: when its patience ends; None if there is no prompt."""
+        return next((rank for rank, _ in self.prompts_in_turn()), None)
+
     def admit(self, sequence: Sequence, run_id: RunId, now: float) -> bool:
-        """Give a waiting sequence a slot and KV for all its tokens; False if there is not enough."""
+        """Give a waiting sequence a slot and KV for all its tokens; False if there is not enough.
+
+        Its prompt joins the others with join(), at once or when what stages keep of it is in the slot.
+        """
         slot = self.slots.acquire(sequence.sequence_id, sequence.num_tokens_max)
         self._is_full = slot is None
         if slot is None:
@@ -107,9 +115,19 @@ class Admission:
         if sequence.num_preemptions < MAX_PREEMPTIONS:
             self._takeable[sequence.qos][sequence.sequence_id] = sequence
             self._takeable_tokens[sequence.qos] += round_up_to_page(sequence.num_tokens_max)
-        self._prompts[sequence.qos][sequence.sequence_id] = sequence
-        self.num_prompt_left += sequence.num_prompt_left
+        self._turns.served(sequence.qos, now)
         return True
+
+    def join(self, sequence: Sequence) -> None:
+        """Let the prompt of a running sequence be computed: before those that got their slots after it."""
+        assert sequence.run_id is not None, sequence.story()
+        prompts = self._prompts[sequence.qos]
+        later = [one for one in prompts.values() if one.run_id is not None and one.run_id > sequence.run_id]
+        prompts[sequence.sequence_id] = sequence
+        for one in later:
+            prompts.move_to_end(one.sequence_id)
+        self._ledger.charge_prompt(sequence)
+        self.num_prompt_left += sequence.num_prompt_left
 
     def dispatch(self, sequence: Sequence, num_tokens: int, now: float) -> None:
         """Note that a batch takes the next num_tokens of a prompt."""
@@ -151,7 +169,7 @@ class Admission:
             return []
         candidates = sorted(
             (one for qos in lower for one in self._takeable[qos].values() if one.admitted_at != now),
-            key=lambda one: (-PRIORITY[one.qos], one.num_computed),
+            key=lambda one: (-PRIORITY[one.qos], one.num_held - one.num_restored),
         )
         chosen: list[Sequence] = []
         spare = -need
@@ -209,7 +227,10 @@ class Admission:
             assert reservation.slot == sequence.slot, sequence.story()
             assert reservation.num_tokens >= sequence.num_tokens_max, sequence.story()
             is_prompt = sequence.sequence_id in self._prompts[sequence.qos]
-            assert is_prompt == (sequence.num_prompt_left > 0), sequence.story()
+            assert is_prompt == (sequence.num_prompt_left > 0 and not sequence.is_restoring), sequence.story()
         assert all(one.slot is None for one in self.queue)
         prompts = [one for sequences in self._prompts.values() for one in sequences.values()]
         assert self.num_prompt_left == sum(one.num_prompt_left for one in prompts)
+        for sequences in self._prompts.values():
+            run_ids = [one.run_id or 0 for one in sequences.values()]
+            assert run_ids == sorted(run_ids), "a prompt is before one that got its slot earlier"

@@ -6,6 +6,8 @@ owner of the account.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from orchestrator.core.limits import STEP_TOKENS, Pace, SchedulerLimits
@@ -17,13 +19,16 @@ from shoal.types import FinishReason, SequenceId, SlotId
 ATTENTION_BLOCK = 16
 # Cut in two, one of the parts would be a single token.
 INDIVISIBLE_TOKENS = 3
+# Where steps are rationed, so many rows that go alone may follow each other while a prompt waits for its patience to end.
+MAX_SOLO_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRow:
     """num_tokens tokens of a run, the first of them at `position`.
 
-    is_sampled: a token is drawn after the last. is_start: the first row of this run; stages take the slot for it.
+    is_sampled: a token is drawn after the last. is_start: the first row of this run, at a position
+    above 0 if stages restored what is before it; they take the slot for it if they have not.
     """
 
     run_id: RunId
@@ -96,13 +101,15 @@ class InFlight:
 
     def __init__(self, limits: SchedulerLimits, times: StepTimes) -> None:
         self._num_stages = limits.num_stages
+        self._limits = limits
         self._times = times
+        self._next_step = 1
         self._batches: dict[int, Batch] = {}
         self._num_with_rows = 0
         self._last_at = float("-inf")
         self._last_steps = 0
         # So many went alone, one after the other, before the next one.
-        self.num_solo = 0
+        self._num_solo = 0
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -134,11 +141,23 @@ class InFlight:
     def get(self, step: int) -> Batch | None:
         return self._batches.get(step)
 
-    def add(self, batch: Batch, now: float) -> None:
+    def is_turn_of_prompts(self, pace: Pace, prompt_rank: Callable[[], float | None], now: float) -> bool:
+        """Whether prompts go next because SOLO rows, which none can join, would take all of the steps that are allowed."""
+        if not (pace.steps_per_s and self._num_solo):
+            return False
+        rank = prompt_rank()
+        return rank is not None and (self._num_solo >= MAX_SOLO_STEPS or rank <= now)
+
+    def open(self, rows: Seq[BatchRow], chunks: Seq[BatchRow], burst_steps: int, is_solo: bool, now: float) -> Batch:
+        """Make a batch of decode rows and chunks, and count it."""
+        work = sum(self._limits.work_of(row.num_tokens, row.position) for row in (*rows, *chunks))
+        batch = Batch(self._next_step, (*rows, *chunks), burst_steps, is_solo, len(rows), work)
+        self._next_step += 1
         self._batches[batch.step] = batch
         self._num_with_rows += batch.num_decode_rows > 0
         self._last_at, self._last_steps = now, batch.num_steps
-        self.num_solo = self.num_solo + 1 if batch.is_solo else 0
+        self._num_solo = self._num_solo + 1 if batch.is_solo else 0
+        return batch
 
     def close(self, batch: Batch) -> None:
         del self._batches[batch.step]
@@ -173,7 +192,9 @@ def chunk_row(sequence: Sequence, num_tokens: int) -> BatchRow:
     start = sequence.num_dispatched
     token_ids = sequence.prompt_token_ids[start : start + num_tokens]
     is_last = num_tokens == sequence.num_prompt_left
-    return BatchRow(sequence.run_id, sequence.slot, start, num_tokens, token_ids, is_last, start == 0)
+    return BatchRow(
+        sequence.run_id, sequence.slot, start, num_tokens, token_ids, is_last, start == sequence.num_restored
+    )
 
 
 def chunk_size(num_left: int, room: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
@@ -29,6 +30,12 @@ GAP_SLACK = 1.25
 HELD_S = {QosClass.LATENCY: 0.0, QosClass.BALANCED: 0.1, QosClass.THROUGHPUT: 1.0}
 # Kernels take one row as if it were two.
 LEAST_ROWS = 2
+# With more streams than this, bursts are short: who comes new waits for their end, and they gain less. They still spare each
+# micro-batch the way through the orchestrator, which is a bubble where stages are about equally fast.
+FEW_SEQUENCES = 2
+SHORT_BURST_STEPS = 4
+# Longer bursts are limited by time: a prompt that must not stall their rows has to wait for their end.
+MAX_BURST_S = 0.35
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +43,7 @@ class Moment:
     """What else is going on when a batch is made.
 
     busy_s: what the batches in flight take at their slowest stage. num_prompts: sequences that have, or could have, a slot
-    and no token yet.
+    and no token yet, and do not await blocks.
     has_latency: whether somebody of class LATENCY runs. has_chunk_in_flight: whether a batch carries prompt tokens.
     rows_in_flight: SHARED decode rows, for each batch in flight that has some; num_soon_back: how many of these do no burst.
     """
@@ -121,16 +128,27 @@ class Decoding:
         return max(most * self.max_rows // self._limits.max_batch, 2 * PREFILL_ROOM_TOKENS)
 
     @property
-    def can_burst(self) -> bool:
+    def _can_burst(self) -> bool:
         """Whether nobody has to be looked at before each of its steps."""
         return not self._replaying and self._num_paced == 0 and not self.pace.steps_per_s
+
+    def burst_steps(self, rows: Seq[Sequence], num_running: int) -> int:
+        """Further steps to grant a batch of these rows, which nothing else keeps from one."""
+        if not rows or not self._can_burst:
+            return 0
+        most = SHORT_BURST_STEPS
+        if num_running <= FEW_SEQUENCES:
+            most = self._limits.burst_steps
+            if self._times.is_known:
+                most = max(int(MAX_BURST_S / self.pass_s(len(rows))), SHORT_BURST_STEPS)
+        return min(most, self._limits.burst_steps, *(sequence.num_output_left for sequence in rows)) - 1
 
     def add(self, sequence: Sequence) -> None:
         """Take in a sequence whose prompt is computed; a batch still carries it."""
         assert sequence.run_id is not None, sequence.story()
         self.num_decoding += 1
         self._line_of(sequence).num_decoding += 1
-        self._num_held += sequence.num_computed
+        self._num_held += sequence.num_held
         self._num_paced += sequence.is_paced
         if sequence.num_to_replay:
             self._replaying.add(sequence.run_id)
@@ -143,7 +161,7 @@ class Decoding:
         line = self._line_of(sequence)
         self.num_decoding -= 1
         line.num_decoding -= 1
-        self._num_held -= sequence.num_computed
+        self._num_held -= sequence.num_held
         line.ready.pop(sequence.run_id, None)
         self._num_paced -= sequence.is_paced
         self._replaying.discard(sequence.run_id)
@@ -329,7 +347,7 @@ class Decoding:
             assert numbers == sorted(numbers)
             assert line.num_decoding == sum(one.numeric is numeric and one.qos is qos for one in decoding)
         assert self.num_decoding == len(decoding)
-        assert self._num_held == sum(one.num_computed for one in decoding)
+        assert self._num_held == sum(one.num_held for one in decoding)
         for qos, counts in self._targets.items():
             targets = [one.targets.inter_token_s for one in decoding if one.qos is qos]
             assert counts == {one: targets.count(one) for one in targets if one is not None}

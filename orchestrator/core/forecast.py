@@ -9,42 +9,74 @@ from __future__ import annotations
 from orchestrator.core.admission import MAX_RETRY_AFTER_S, MIN_RETRY_AFTER_S, Admission
 from orchestrator.core.decoding import Decoding, Moment
 from orchestrator.core.limits import STEP_TOKENS
-from orchestrator.core.prompts import Prompts
+from orchestrator.core.prompts import PromptPace, Prompts
+from orchestrator.core.restores import Restores
 from orchestrator.core.sequence import Sequence
 from orchestrator.core.step_time import Prediction, StepTimes
 from shoal.errors import DeadlineUnmeetable
+from shoal.kv import BLOCK_TOKENS
 from shoal.types import QosClass
+
+# What fetching blocks may take of the time that computing them would: the rest pays for trying in vain.
+FETCH_SHARE = 0.8
+# Before it is known how long computing takes.
+DEFAULT_FETCH_S = 0.2
 
 
 class Forecast:
     """Reads what the scheduler's parts know."""
 
-    def __init__(self, times: StepTimes, admission: Admission, decoding: Decoding, prompts: Prompts) -> None:
+    def __init__(
+        self, times: StepTimes, admission: Admission, decoding: Decoding, prompts: Prompts, restores: Restores
+    ) -> None:
         self._times = times
         self._admission = admission
         self._decoding = decoding
         self._prompts = prompts
+        self._restores = restores
 
-    def predict(self, num_prompt: int, qos: QosClass, moment: Moment) -> Prediction:
-        """Assume that things go on as they are: the same rows, the same chunks, ends as often as before."""
-        prompts = self._prompts.pace(num_prompt // 2, moment.num_prompts)
+    def predict(self, num_prompt: int, qos: QosClass, moment: Moment, num_cached: int = 0) -> Prediction:
+        """Assume that things go on as they are: the same rows, the same chunks, ends as often as before.
+
+        num_cached: leading tokens of the prompt that need not be computed; copying them takes no time worth counting.
+        """
+        pace = self._pace(num_cached, num_prompt, moment)
+        under_way = self._admission.num_prompt_left + self._restores.num_prompt_left
+        ahead = under_way + self._admission.queue.num_tokens_before(qos)
         period_s = self._decoding.pace.period_s
-        token_s = max(prompts.period_s / prompts.num_tokens, period_s / STEP_TOKENS)
-        ahead = self._admission.num_prompt_left + self._admission.queue.num_tokens_before(qos)
-        last_chunk = min(num_prompt, prompts.num_tokens)
-        last_s = self._prompts.pass_s(prompts.num_rows, last_chunk, num_prompt - last_chunk)
         return Prediction(
-            queue_s=ahead * token_s + self._admission.slot_wait_s(qos, moment.now),
-            prefill_s=(num_prompt - last_chunk) * token_s + last_s,
+            queue_s=ahead * self._token_s(pace) + self._admission.slot_wait_s(qos, moment.now),
+            prefill_s=self._prefill_s(num_cached, num_prompt, pace),
             inter_token_s=max(self._decoding.gap_s(num_more=1 + moment.num_prompts), period_s),
         )
+
+    def _pace(self, start: int, stop: int, moment: Moment) -> PromptPace:
+        """How the tokens [start, stop) of a prompt get on."""
+        return self._prompts.pace((start + stop) // 2, moment.num_prompts)
+
+    def _token_s(self, pace: PromptPace) -> float:
+        return max(pace.period_s / pace.num_tokens, self._decoding.pace.period_s / STEP_TOKENS)
+
+    def _prefill_s(self, start: int, stop: int, pace: PromptPace) -> float:
+        """What the tokens [start, stop) of a prompt take: one chunk after the other, the last one through all stages."""
+        last_chunk = min(stop - start, pace.num_tokens)
+        last_s = self._prompts.pass_s(pace.num_rows, last_chunk, stop - last_chunk)
+        return (stop - start - last_chunk) * self._token_s(pace) + last_s
+
+    def fetch_s(self, first: int, stop: int, moment: Moment) -> float:
+        """How long stages may try to fetch the blocks [first, stop) of a prompt instead of computing them."""
+        if not self._times.is_known:
+            return DEFAULT_FETCH_S
+        start, end = first * BLOCK_TOKENS, stop * BLOCK_TOKENS
+        return FETCH_SHARE * self._prefill_s(start, end, self._pace(start, end, moment))
 
     def check_deadline(self, sequence: Sequence, max_tokens: int, moment: Moment) -> None:
         """Raise DeadlineUnmeetable if the first token, or an answer whose length is certain, would come too late."""
         if sequence.deadline_at is None:
             return
         left_s = sequence.deadline_at - moment.now
-        prediction = self.predict(len(sequence.prompt_token_ids), sequence.qos, moment)
+        num_prompt = len(sequence.prompt_token_ids)
+        prediction = self.predict(num_prompt, sequence.qos, moment, num_prompt - sequence.num_prompt_expected)
         num_certain = 1 if sequence.stop_ids else max_tokens
         need_s = prediction.answer_s(num_certain, sequence.period_s)
         # What the client itself or a limited device prescribes is known before anything is measured.

@@ -33,7 +33,8 @@ class SchedulerLimits:
     requests of one tenant. burst_steps: decode steps of one grant, the first included. min_rows: batches are not made
     smaller than this unless stages would be idle. mode: whom the pipeline is for. stage_costs: what each stage is expected
     to take before it is measured, 1 being the whole model at speed 1; empty: equal parts. attention_tokens: with so many
-    tokens held, the attention of a token costs as much as all else of it; by default it costs nothing.
+    tokens held, the attention of a token costs as much as all else of it; by default it costs nothing. keeps_blocks: all
+    stages keep KV blocks of prompts.
     """
 
     num_stages: int
@@ -48,6 +49,7 @@ class SchedulerLimits:
     mode: DeviceMode = DeviceMode.MIXED
     stage_costs: tuple[float, ...] = ()
     attention_tokens: float = math.inf
+    keeps_blocks: bool = True
 
     def __post_init__(self) -> None:
         checks = (

@@ -1,7 +1,8 @@
 """Decides which worker of a pipeline holds which layers: a pure function from a model's sizes and the devices' profiles.
 
-Declared memory caps a share, declared speed sizes it. Workers keep the order they are given in. It knows neither how a
-shard is loaded nor who is alive; `grouping` calls it with the workers of one pipeline.
+Declared memory caps a share, without the part set apart for kept KV blocks; declared speed sizes it. Workers keep the order
+they are given in. It knows neither how a shard is loaded nor who is alive; `grouping` calls it with the workers of one
+pipeline.
 """
 
 from __future__ import annotations
@@ -196,7 +197,7 @@ def _stages_from(
         return
     for stop in range(start + 1, model.num_layers + 1):
         time = model.cost(start, stop) / profile.speed
-        if time > limit or (kv_tokens is not None and model.need_bytes(start, stop, kv_tokens) > profile.memory_bytes):
+        if time > limit or (kv_tokens is not None and model.need_bytes(start, stop, kv_tokens) > profile.shard_bytes):
             return
         yield stop, time
 
@@ -227,7 +228,7 @@ def _kv_room(model: ModelFootprint, workers: Sequence[Worker], cuts: Sequence[Cu
     """KV tokens that the tightest stage has memory for; less than 0 if not even the weights fit."""
     rooms = []
     for index, start, stop in cuts:
-        spare = workers[index][1].memory_bytes - model.fixed_bytes(start, stop)
+        spare = workers[index][1].shard_bytes - model.fixed_bytes(start, stop)
         rooms.append(round_down_to_page(spare // ((stop - start) * model.kv_bytes_per_token_per_layer)))
     return min(rooms)
 
@@ -248,10 +249,10 @@ def _impossible(
     share = {index: (start, stop) for index, start, stop in cuts}
     lines = []
     for index, (worker_id, profile) in enumerate(workers):
-        line = f"{worker_id} ({profile.name}) has {profile.memory_bytes} bytes"
+        line = f"{worker_id} ({profile.name}) has {profile.shard_bytes} bytes"
         if index in share:
             need = model.need_bytes(*share[index], kv_tokens)
-            lack = need - profile.memory_bytes
+            lack = need - profile.shard_bytes
             line += f", needs {need} for layers {LayerRange(*share[index])}"
             line += f": lacks {lack} ({-(-lack // MIB)} MiB)" if lack > 0 else ": enough"
         else:

@@ -106,7 +106,7 @@ class _Line:
             self.tenants.add(sequence.tenant)
         self.in_order.add(sequence)
         self.by_tenant[sequence.tenant].add(sequence)
-        self.num_tokens += len(sequence.prompt_token_ids)
+        self.num_tokens += sequence.num_prompt_expected
 
     def discard(self, sequence: Sequence) -> None:
         self.in_order.discard(sequence)
@@ -114,7 +114,7 @@ class _Line:
         if not self.by_tenant[sequence.tenant]:
             del self.by_tenant[sequence.tenant]
             self.tenants.discard(sequence.tenant)
-        self.num_tokens -= len(sequence.prompt_token_ids)
+        self.num_tokens -= sequence.num_prompt_expected
 
     def head(self) -> Sequence | None:
         tenant = self.tenants.first()
@@ -128,7 +128,8 @@ class WaitingQueue:
     before the sequence comes in here, and until it is out.
 
     Invariants: a sequence is in its class's order and in its tenant's line, or in neither; a tenant is in the heap of a
-    class exactly while it has a line there; num_tokens of a class is the sum of its prompts.
+    class exactly while it has a line there; num_tokens of a class is the sum of what its prompts
+    are expected to have to compute.
     """
 
     def __init__(self, ledger: TenantLedger, turns: ClassTurns) -> None:
@@ -170,7 +171,7 @@ class WaitingQueue:
         return sum(len(line.by_tenant.get(tenant, ())) for line in self._lines.values())
 
     def num_tokens_before(self, qos: QosClass) -> int:
-        """Prompt tokens of those who wait in this class and in higher ones."""
+        """Prompt tokens to compute of those who wait in this class and in higher ones."""
         return sum(line.num_tokens for one, line in self._lines.items() if not outranks(qos, one))
 
     def num_before(self, qos: QosClass) -> int:
@@ -195,4 +196,4 @@ class WaitingQueue:
             assert all(tenant in line.tenants for tenant in line.by_tenant)
             assert len(line.tenants) == len(line.by_tenant), "a tenant without a line is in the heap"
             assert all(line.by_tenant.values()), "an empty line was kept"
-            assert line.num_tokens == sum(len(one.prompt_token_ids) for one in line.in_order)
+            assert line.num_tokens == sum(one.num_prompt_expected for one in line.in_order)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from orchestrator.core.step_time import Prediction
+from shoal.kv import BlockHash
 from shoal.types import DeviceMode, PipelineId, QosClass
 
 # What a pipeline's pace is weighed by: about the length of a short answer. How long it gets, nobody knows beforehand.
@@ -20,6 +21,12 @@ MAX_BORROWERS = 2
 # A shared pipeline has to be predicted this much faster than a latency one that is in use: what is predicted of it holds
 # only until others come.
 SHARED_HANDICAP = 2.0
+# A pipeline is crowded if it has both this much more than the one with the least to do, in batches of requests, and this
+# many times as much. Source: the cache-aware policy of SGLang's router, which falls back to load at 64 requests more and 1.5
+# times as many; Ray Serve's PrefixCacheAffinityRouter compares queue lengths first, too. Both count requests of equal
+# workers; here a batch is what each pipeline takes at once, as warm as it is.
+CROWD_BATCHES = 0.5
+CROWD_RATIO = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +35,8 @@ class RouteRequest:
 
     has_answer: tokens of it were delivered, so all it was promised must fit elsewhere too. time_left_s: until its deadline,
     None if it has none. num_certain: answer tokens that it will surely have, and that must be there by then. period_s: the
-    least time between two of them that its client wants.
+    least time between two of them that its client wants. block_hashes: of its prompt, what need not be computed where it is
+    kept; num_stored: how many of these, from the first on, are in Redis.
     """
 
     qos: QosClass
@@ -38,13 +46,16 @@ class RouteRequest:
     time_left_s: float | None = None
     num_certain: int = 1
     period_s: float = 0.0
+    block_hashes: tuple[BlockHash, ...] = ()
+    num_stored: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineView:
     """A pipeline at the moment of a decision.
 
-    sequence_tokens: the most one sequence may have. cached_tokens: of this prompt, whose KV is there. has_latency: sequences
+    prediction: for this request, as much of its prompt being there as is believed: cached_tokens. saved_s: how much longer
+    the prompt would take here without them. sequence_tokens: the most one sequence may have. has_latency: sequences
     of class LATENCY run or wait there. can_start: a slot and KV for this request are free, and nobody waits for them.
     max_batch, steps_per_s: the limits in force (steps_per_s 0: none). is_accepting: it is not about to go away.
     """
@@ -61,12 +72,21 @@ class PipelineView:
     max_batch: int
     steps_per_s: float = 0.0
     cached_tokens: int = 0
+    saved_s: float = 0.0
     is_accepting: bool = True
+
+    @property
+    def load(self) -> float:
+        """Requests here, in batches."""
+        return (self.num_running + self.num_waiting) / max(self.max_batch, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A pipeline as it was weighed; times in seconds. ruled_out: why it was out of the question, empty if it was not."""
+    """A pipeline as it was weighed; times in seconds. ruled_out: why it was out of the question, empty if it was not.
+
+    prefill_s: of what is not cached; of the whole prompt where the cache did not count because the pipeline is crowded.
+    """
 
     pipeline_id: PipelineId
     ruled_out: str
@@ -125,7 +145,8 @@ def _decide(
         ties = (view.num_running + view.num_waiting, one.num_stages, one.pipeline_id)
         return bool(one.ruled_out), not _is_dedicated(request, view), one.score_s, *ties
 
-    weighed = [(view, _candidate(request, view, ruled_out.get(view.pipeline_id, ""))) for view in views]
+    least = min((view.load for view in views if view.pipeline_id not in ruled_out), default=0.0)
+    weighed = [(view, _candidate(request, view, ruled_out.get(view.pipeline_id, ""), least)) for view in views]
     return Decision(tuple(one for _, one in sorted(weighed, key=rank)), reason)
 
 
@@ -135,9 +156,13 @@ def _is_dedicated(request: RouteRequest, view: PipelineView) -> bool:
     return is_latency and view.can_start and not view.has_latency
 
 
-def _candidate(request: RouteRequest, view: PipelineView, ruled_out: str) -> Candidate:
-    left = max(request.num_prompt - view.cached_tokens, 0)
-    prefill_s = view.prediction.prefill_s * left / max(request.num_prompt, 1)
+def _is_crowded(view: PipelineView, least_load: float) -> bool:
+    """Whether so much more goes on here than elsewhere that a cache is no reason to come: all who share it would."""
+    return view.load > max(least_load + CROWD_BATCHES, least_load * CROWD_RATIO)
+
+
+def _candidate(request: RouteRequest, view: PipelineView, ruled_out: str, least_load: float) -> Candidate:
+    prefill_s = view.prediction.prefill_s + (view.saved_s if _is_crowded(view, least_load) else 0.0)
     least_gap_s = 1 / view.steps_per_s if view.steps_per_s else 0.0
     inter_token_s = max(view.prediction.inter_token_s, least_gap_s)
     return Candidate(

@@ -7,8 +7,8 @@ sequences, asks for batches until there is none, and commits what the last stage
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence as Seq
+from functools import partial
 
 from orchestrator.core.admission import Admission
 from orchestrator.core.batch import (
@@ -23,25 +23,19 @@ from orchestrator.core.batch import (
     chunk_size,
     decode_row,
 )
+from orchestrator.core.deadlines import Deadlines
 from orchestrator.core.decoding import Decoding, Moment
 from orchestrator.core.forecast import Forecast
 from orchestrator.core.limits import Pace, SchedulerLimits
 from orchestrator.core.prompts import Prompts
 from orchestrator.core.qos import outranks
-from orchestrator.core.sequence import RunId, Sequence, SequenceState
+from orchestrator.core.restores import Prefetch, Restore, Restores
+from orchestrator.core.sequence import RestoredPrefix, RunId, Sequence, SequenceState
 from orchestrator.core.step_time import Prediction, StepTimes, StepTiming
 from orchestrator.core.tenants import TenantLedger
 from shoal.errors import ContextExceeded
 from shoal.types import DeviceMode, FinishReason, NumericClass, QosClass, SequenceId
 
-# With more streams than this, bursts are short: who comes new waits for their end, and they gain less. They still spare each
-# micro-batch the way through the orchestrator, which is a bubble where stages are about equally fast.
-FEW_SEQUENCES = 2
-SHORT_BURST_STEPS = 4
-# Longer bursts are limited by time: a prompt that must not stall their rows has to wait for their end.
-MAX_BURST_S = 0.35
-# Where steps are rationed, so many rows that go alone may follow each other while a prompt waits for its patience to end.
-MAX_SOLO_STEPS = 3
 # On a pipeline for class LATENCY, prompt tokens of other classes in a batch.
 BORROWED_CHUNK_TOKENS = 16
 # No more requests than this are offered to other pipelines at once.
@@ -52,10 +46,12 @@ class Scheduler:
     """Waiting and running sequences, and the batches in flight.
 
     A sequence whose slot is taken waits again. In its next run the prompt and then each known answer token are computed
-    anew, one at a time as they were drawn, so that the answer goes on as if nothing had happened.
+    anew, one at a time as they were drawn, so that the answer goes on as if nothing had happened. A run whose prompt begins
+    with blocks that stages may keep awaits them first, and takes no part in batches meanwhile.
 
     Invariants:
     - a sequence waits, or runs and holds a slot with room for num_tokens_max;
+    - a run that awaits blocks is in no batch, and its prompt is not among those that are computed;
     - a decoding sequence is ready, parked until its next token is due, or in exactly one batch in flight, sampled there;
     - at most num_stages batches with decode rows are in flight, and num_stages + 1 overall.
     """
@@ -68,15 +64,16 @@ class Scheduler:
         self._admission = Admission(limits, TenantLedger() if ledger is None else ledger)
         self._decoding = Decoding(limits, self.times)
         self._prompts = Prompts(limits, self.times, self._decoding)
-        self._forecast = Forecast(self.times, self._admission, self._decoding, self._prompts)
+        # For others to read what is believed of blocks, and to forget such as are deleted.
+        self.restores = Restores(limits.keeps_blocks)
+        self._forecast = Forecast(self.times, self._admission, self._decoding, self._prompts, self.restores)
         self._sequences: dict[SequenceId, Sequence] = {}
         # In order of admission.
         self._runs: dict[RunId, Sequence] = {}
         self._num_runs = 0
         self._in_flight = InFlight(limits, self.times)
-        self._next_step = 1
         self._ended: list[EndedSequence] = []
-        self._deadlines: list[tuple[float, SequenceId]] = []
+        self._deadlines = Deadlines(self._sequences)
 
     @property
     def num_waiting(self) -> int:
@@ -133,15 +130,15 @@ class Scheduler:
                 f"a pipeline with room for {self.limits.sequence_tokens} tokens of a sequence cannot go on with one of "
                 f"{num_prompt + len(sequence.output_token_ids)}"
             )
+        self.restores.expect(sequence)
         if not sequence.has_started:
             self._admission.check_bounds(sequence.tenant, now)
             self._forecast.check_deadline(sequence, max_tokens, self._moment(now))
         sequence.max_tokens = max_tokens
         self._sequences[sequence.sequence_id] = sequence
         self._admission.enter(sequence, now)
+        self._deadlines.add(sequence)
         sequence.note(now, "queued")
-        if sequence.deadline_at is not None:
-            heapq.heappush(self._deadlines, (sequence.deadline_at, sequence.sequence_id))
 
     def withdraw(self, sequence_id: SequenceId, now: float) -> Sequence | None:
         """Take out a sequence that waits, to submit it elsewhere; None if it does not wait here."""
@@ -178,11 +175,9 @@ class Scheduler:
     def expire(self, now: float) -> list[Sequence]:
         """End those whose deadline has passed, and return them: their clients are to be told."""
         expired = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            sequence = self._sequences.get(heapq.heappop(self._deadlines)[1])
-            if sequence is not None:
-                expired.append(sequence)
-                self._end(sequence, None, now)
+        while (sequence := self._deadlines.pop(now)) is not None:
+            expired.append(sequence)
+            self._end(sequence, None, now)
         return expired
 
     def observe(self, timing: StepTiming) -> None:
@@ -201,21 +196,20 @@ class Scheduler:
         if not self._in_flight.has_credit or now < self._in_flight.next_at(self.pace):
             return None
         moment = self._moment(now)
-        chunks = self._take_chunks(0, moment) if self._is_turn_of_prompts(now) else []
+        is_turn_of_prompts = self._in_flight.is_turn_of_prompts(self.pace, self._admission.prompt_rank, now)
+        chunks = self._take_chunks(0, moment) if is_turn_of_prompts else []
         decoding = self._decoding.take(moment) if self._in_flight.has_decode_credit and not chunks else []
         is_solo = bool(decoding) and decoding[0].numeric is NumericClass.SOLO
-        burst_steps = self._burst_steps(decoding)
+        # No burst while anything else wants its turn at step boundaries.
+        may_burst = not self.num_waiting and self.num_running == self._decoding.num_decoding
+        burst_steps = self._decoding.burst_steps(decoding, self.num_running) if may_burst else 0
         if not chunks and not is_solo:
             chunks = self._take_chunks(len(decoding), moment)
         # Without those whose slot was taken for a chunk.
         rows = [decode_row(sequence) for sequence in decoding if sequence.state is SequenceState.DECODE]
         if not rows and not chunks:
             return None
-        work = sum(self.limits.work_of(row.num_tokens, row.position) for row in (*rows, *chunks))
-        batch = Batch(self._next_step, (*rows, *chunks), burst_steps, is_solo, len(rows), work)
-        self._next_step += 1
-        self._in_flight.add(batch, now)
-        return batch
+        return self._in_flight.open(rows, chunks, burst_steps, is_solo, now)
 
     def commit(self, step: int, tokens: Seq[SampledId], burst_left: int, now: float) -> list[Emitted]:
         """Take the tokens sampled by a step of a batch; burst_left == 0 ends the batch and frees its credit.
@@ -226,6 +220,9 @@ class Scheduler:
         batch = self._in_flight.get(step)
         if batch is None:
             return []
+        for row in batch.rows[batch.num_decode_rows :]:
+            if (sequence := self._runs.get(row.run_id)) is not None:
+                self.restores.learn(sequence, row.position, row.position + row.num_tokens)
         sampled = {row.run_id for row in batch.rows if row.is_sampled}
         emitted = []
         for token in tokens:
@@ -253,6 +250,19 @@ class Scheduler:
         ended, self._ended = self._ended, []
         return ended
 
+    def take_restores(self) -> list[Restore]:
+        """What stages are to be asked to restore since the last call: after the Cancels, before any later batch."""
+        return self.restores.take()
+
+    def take_prefetches(self, now: float) -> list[Prefetch]:
+        """What stages should fetch for those who came since the last call and wait, as long as they do."""
+        return self.restores.take_prefetches(partial(self._fetch_s, now))
+
+    def restored(self, run_id: RunId, prefix: RestoredPrefix, now: float) -> None:
+        """Let the prompt of a run go on behind what stages have restored; nothing if nobody awaits that (any more)."""
+        if (sequence := self.restores.answer(run_id, prefix, now)) is not None:
+            self._admission.join(sequence)
+
     def fail_step(self, step: int, now: float) -> list[SequenceId]:
         """End a batch that a stage could not run, and all its sequences; returns those it ended."""
         batch = self._in_flight.get(step)
@@ -266,52 +276,34 @@ class Scheduler:
 
     def wake_at(self, now: float) -> float | None:
         """When schedule() or expire() may have something to do though nothing else happens until then; None: never."""
-        while self._deadlines and self._deadlines[0][1] not in self._sequences:
-            heapq.heappop(self._deadlines)
         next_at = self._in_flight.next_at(self.pace)
         later = [next_at] if self._sequences else []
         if (decoding_at := self._decoding.wake_at(now)) is not None:
             later.append(max(decoding_at, next_at))
         if self._is_reserved():
             later += [rank for rank, _ in self._admission.prompts_in_turn()]
-        deadlines = [at for at, _ in self._deadlines[:1]]
-        return min([*deadlines, *(at for at in later if at > now)], default=None)
+        return min([*self._deadlines.first(), *(at for at in later if at > now)], default=None)
 
-    def predict(self, num_prompt: int, qos: QosClass, now: float) -> Prediction:
-        """Say what a request that comes now may expect, as far as step times are known."""
-        return self._forecast.predict(num_prompt, qos, self._moment(now))
+    def predict(self, num_prompt: int, qos: QosClass, now: float, num_cached: int = 0) -> Prediction:
+        """Say what a request that comes now may expect, num_cached of its prompt being there, as far as times are known."""
+        return self._forecast.predict(num_prompt, qos, self._moment(now), num_cached)
+
+    def _fetch_s(self, now: float, first: int, stop: int) -> float:
+        return self._forecast.fetch_s(first, stop, self._moment(now))
 
     def _moment(self, now: float) -> Moment:
         shared = self._in_flight.shared()
         num_free = self.limits.num_slots - self.used_slots
+        num_prompts = self.num_running - self._decoding.num_decoding - len(self.restores)
         return Moment(
             now=now,
             busy_s=self._in_flight.busy_s(),
-            num_prompts=self.num_running - self._decoding.num_decoding + min(self.num_waiting, num_free),
+            num_prompts=num_prompts + min(self.num_waiting, num_free),
             has_latency=self._admission.num_running(QosClass.LATENCY) > 0,
             has_chunk_in_flight=self._in_flight.has_chunk,
             rows_in_flight=tuple(batch.num_decode_rows for batch in shared),
             num_soon_back=sum(batch.burst_steps == 0 for batch in shared),
         )
-
-    def _is_turn_of_prompts(self, now: float) -> bool:
-        """Whether prompts go next because SOLO rows, which none can join, would take all of the steps that are allowed."""
-        if not (self.pace.steps_per_s and self._in_flight.num_solo):
-            return False
-        in_turn = self._admission.prompts_in_turn()
-        return bool(in_turn) and (self._in_flight.num_solo >= MAX_SOLO_STEPS or in_turn[0][0] <= now)
-
-    def _burst_steps(self, decoding: Seq[Sequence]) -> int:
-        """Further steps to grant: none while anything else wants its turn at step boundaries."""
-        has_prefill = self.num_running > self._decoding.num_decoding
-        if not decoding or self.num_waiting or has_prefill or not self._decoding.can_burst:
-            return 0
-        most = SHORT_BURST_STEPS
-        if self.num_running <= FEW_SEQUENCES:
-            most = self.limits.burst_steps
-            if self.times.is_known:
-                most = max(int(MAX_BURST_S / self._decoding.pass_s(len(decoding))), SHORT_BURST_STEPS)
-        return min(most, self.limits.burst_steps, *(sequence.num_output_left for sequence in decoding)) - 1
 
     def _take_chunks(self, num_rows: int, moment: Moment) -> list[BatchRow]:
         """Fill the room beside decode rows with prefill chunks; admits the waiting as their turn comes."""
@@ -321,6 +313,9 @@ class Scheduler:
         room = self._prompts.room(num_rows, self._admission.prompt_position(), moment)
         while room > 0 and (found := self._next_chunk(room, not rows, moment)) is not None:
             sequence, num_tokens = found
+            if sequence.is_restoring:
+                # It takes part when its blocks are there; meanwhile it is the turn of others.
+                continue
             rows.append(chunk_row(sequence, num_tokens))
             self._admission.dispatch(sequence, num_tokens, moment.now)
             room -= num_tokens
@@ -374,6 +369,8 @@ class Scheduler:
             return False
         self._num_runs += 1
         self._runs[run_id] = sequence
+        if not self.restores.ask(sequence, partial(self._fetch_s, now), now):
+            self._admission.join(sequence)
         return True
 
     def _preempt(self, victim: Sequence, winner: Sequence, now: float) -> None:
@@ -391,7 +388,8 @@ class Scheduler:
         if sequence.state is SequenceState.DECODE:
             self._decoding.remove(sequence)
         self._admission.release(sequence)
-        self._ended.append(EndedSequence(sequence.run_id, sequence.slot))
+        if not self.restores.stop(sequence.run_id):
+            self._ended.append(EndedSequence(sequence.run_id, sequence.slot))
         del self._runs[sequence.run_id]
 
     def _accept(self, sequence: Sequence, token_id: int, now: float) -> list[Emitted]:
@@ -436,6 +434,7 @@ class Scheduler:
         running = list(self._runs.values())
         assert all(run_id == sequence.run_id for run_id, sequence in self._runs.items())
         self._admission.check_invariants(running)
+        self.restores.check_invariants(running)
         waiting = list(self._admission.queue)
         assert {one.sequence_id for one in (*running, *waiting)} == set(self._sequences)
         assert len(running) + len(waiting) == len(self._sequences)

@@ -12,13 +12,16 @@ from enum import Enum
 from typing import NewType
 
 from shoal.errors import InternalError
-from shoal.types import FinishReason, NumericClass, QosClass, SamplingParams, SequenceId, SlotId
+from shoal.kv import BLOCK_TOKENS, BlockHash
+from shoal.types import FinishReason, KVReuse, NumericClass, QosClass, SamplingParams, SequenceId, SlotId
 
 # One stay of a sequence in a slot. Stages and results name runs, so that those of an earlier run cannot be taken for it.
 RunId = NewType("RunId", int)
 
 # Of requests that name none.
 DEFAULT_TENANT = "default"
+# A run computes at least so many tokens of its prompt: the last one is sampled from, and none may be computed alone.
+MIN_PREFILL_TOKENS = 2
 # Enough for the story of an answer that is moved and preempted as often as is allowed.
 MAX_EVENTS = 64
 
@@ -55,6 +58,20 @@ class SequenceEvent:
     detail: str
 
 
+@dataclass(frozen=True, slots=True)
+class RestoredPrefix:
+    """Leading blocks of a prompt that stages kept, so that a run need not compute them.
+
+    num_from_redis: of these, how many a stage had to fetch. codec: the coarsest, empty without blocks. is_exact: nothing
+    among them is lossy.
+    """
+
+    num_blocks: int
+    num_from_redis: int = 0
+    codec: str = ""
+    is_exact: bool = True
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One answer in the making.
@@ -66,8 +83,13 @@ class Sequence:
     latest run. next_token_at: with max_tokens_per_s, when the next token may be computed. finish_reason: None while it runs,
     and if an error ended it.
 
+    block_hashes: names of the leading full blocks of the prompt. num_stored_blocks: how many of them Redis is believed to
+    hold. num_blocks_expected: how many its lane expected to find when it came. num_blocks_asked: how many stages were asked
+    to restore and have not answered for yet. restored: what they did for the latest run. is_prompt_charged: its tenant was.
+
     Invariants: slot and run are held exactly in PREFILL and DECODE; in DECODE the whole prompt is dispatched; what a run
-    has to compute again are the last of the answer tokens, all of them in PREFILL; never more than max_tokens of them.
+    has to compute again are the last of the answer tokens, all of them in PREFILL; never more than max_tokens of them; while
+    blocks are asked for, which is in PREFILL only, nothing is dispatched; at least MIN_PREFILL_TOKENS are not restored.
     """
 
     sequence_id: SequenceId
@@ -82,12 +104,19 @@ class Sequence:
     targets: QosTargets = QosTargets()
     deadline_at: float | None = None
     max_tokens_per_s: float = 0.0
+    block_hashes: tuple[BlockHash, ...] = ()
+    kv_reuse: KVReuse = KVReuse.POLICY
+    num_stored_blocks: int = 0
     state: SequenceState = SequenceState.WAITING
     run_id: RunId | None = None
     slot: SlotId | None = None
     num_dispatched: int = 0
     num_to_replay: int = 0
     num_preemptions: int = 0
+    num_blocks_expected: int = 0
+    num_blocks_asked: int = 0
+    restored: RestoredPrefix | None = None
+    is_prompt_charged: bool = False
     output_token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     queued_at: float = 0.0
@@ -117,6 +146,33 @@ class Sequence:
         return len(self.prompt_token_ids) + self.max_tokens
 
     @property
+    def restorable_blocks(self) -> tuple[BlockHash, ...]:
+        """The blocks that need not be computed if they are kept somewhere."""
+        if self.kv_reuse is KVReuse.NONE:
+            return ()
+        return self.block_hashes[: max(len(self.prompt_token_ids) - MIN_PREFILL_TOKENS, 0) // BLOCK_TOKENS]
+
+    @property
+    def is_restoring(self) -> bool:
+        """Whether it has a slot, and waits for stages to say what they have put into it."""
+        return self.num_blocks_asked > 0
+
+    @property
+    def num_restored(self) -> int:
+        """Prompt tokens that the latest run did not have to compute."""
+        return 0 if self.restored is None else self.restored.num_blocks * BLOCK_TOKENS
+
+    @property
+    def is_kv_exact(self) -> bool:
+        """Whether what is in its slot is what computing it would have given."""
+        return self.num_restored == 0 or self.restored is None or self.restored.is_exact
+
+    @property
+    def num_prompt_expected(self) -> int:
+        """Prompt tokens that it was expected to compute when it came."""
+        return len(self.prompt_token_ids) - self.num_blocks_expected * BLOCK_TOKENS
+
+    @property
     def num_prompt_left(self) -> int:
         return len(self.prompt_token_ids) - self.num_dispatched
 
@@ -125,8 +181,8 @@ class Sequence:
         return self.max_tokens - len(self.output_token_ids)
 
     @property
-    def num_computed(self) -> int:
-        """Tokens of prompt and answer that would have to be computed again if the slot were lost now."""
+    def num_held(self) -> int:
+        """Tokens of prompt and answer that are in its slot, or on their way there."""
         return self.num_dispatched + len(self.output_token_ids) - self.num_to_replay
 
     def next_input(self) -> tuple[int, int]:
@@ -144,16 +200,29 @@ class Sequence:
         """Take a slot: the prompt, and what is known of the answer, have to be computed (again)."""
         self.move_to(SequenceState.PREFILL)
         self.note(now, "resumed" if self.has_started else "admitted", f"run {run_id} in slot {slot}")
-        self.run_id, self.slot = run_id, slot
+        self.run_id, self.slot, self.restored = run_id, slot, None
         self.num_dispatched, self.num_to_replay = 0, len(self.output_token_ids)
         self.queue_s += now - self.queued_at
         self.admitted_at = now
+
+    def begin_restore(self, num_blocks: int, now: float) -> None:
+        """Wait for so many leading blocks of the prompt before computing what follows them."""
+        self.num_blocks_asked = num_blocks
+        self.note(now, "restoring", f"{num_blocks} blocks of {BLOCK_TOKENS} tokens are looked for")
+
+    def end_restore(self, restored: RestoredPrefix, now: float) -> None:
+        """Go on with the prompt behind what was restored, which is no more than what was asked for."""
+        assert 0 <= restored.num_blocks <= self.num_blocks_asked, self.story()
+        where = f", {restored.num_from_redis} of them from Redis" if restored.num_from_redis else ""
+        self.note(now, "restored", f"{restored.num_blocks} of {self.num_blocks_asked} blocks{where}")
+        self.num_blocks_asked, self.restored = 0, restored
+        self.num_dispatched = self.num_restored
 
     def stop_run(self, now: float) -> None:
         """Lose the slot and wait again, with the answer tokens so far."""
         self.move_to(SequenceState.WAITING)
         self.run_id = self.slot = None
-        self.num_dispatched = self.num_to_replay = 0
+        self.num_dispatched = self.num_to_replay = self.num_blocks_asked = 0
         self.queued_at = now
 
     def append(self, token_id: int, now: float) -> FinishReason | None:
@@ -173,6 +242,7 @@ class Sequence:
         """End; reason None: by an error."""
         self.move_to(SequenceState.FINISHED)
         self.run_id = self.slot = None
+        self.num_blocks_asked = 0
         self.finish_reason = reason
         self.note(now, "ended", "error" if reason is None else reason.value)
 
@@ -192,6 +262,7 @@ class Sequence:
             f"sequence {self.sequence_id} is {self.state.value} as run {self.run_id} in slot {self.slot}: "
             f"arrived {self.arrived_at}, admitted {self.admitted_at}, first token {self.first_token_at}, "
             f"{self.num_dispatched} of {len(self.prompt_token_ids)} prompt tokens dispatched, "
+            f"{self.num_blocks_asked} blocks asked for, {self.restored} restored, "
             f"{len(self.output_token_ids)} of {self.max_tokens} answer tokens, {self.num_to_replay} of them to be "
             f"computed again, preempted {self.num_preemptions} times"
         )
@@ -207,3 +278,9 @@ class Sequence:
             assert self.num_to_replay == len(self.output_token_ids), self.story()
         assert 0 <= self.num_to_replay <= len(self.output_token_ids), self.story()
         assert self.num_output_left >= 0, self.story()
+        if self.is_restoring:
+            assert self.state is SequenceState.PREFILL, self.story()
+            assert (self.num_dispatched, self.restored) == (0, None), self.story()
+        if is_running and self.num_restored:
+            assert self.num_restored <= self.num_dispatched, self.story()
+            assert self.num_restored <= len(self.prompt_token_ids) - MIN_PREFILL_TOKENS, self.story()

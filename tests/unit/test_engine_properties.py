@@ -11,13 +11,14 @@ from orchestrator.core.limits import Pace
 from orchestrator.engine import Answer
 from shoal.errors import NotReady, Overloaded
 from shoal.types import DeviceMode, FinishReason, NumericClass, PipelineId, QosClass
+from tests.support.builders import make_sequence, with_blocks
 from tests.support.lanes import LOST, P1, P2, P3, Harness, Stages, delivered, expected_answer
 
 PIPELINE_IDS = (P1, P2, P3)
 CLASSES = tuple(QosClass)
 MODES = (DeviceMode.MIXED, DeviceMode.LATENCY, DeviceMode.THROUGHPUT)
 # What happens, and two numbers that say to whom and how much.
-ACTIONS = ("submit", "submit", "submit", "compute", "compute", "compute", "abort", "lose", "pass_time", "pace")
+ACTIONS = ("submit", "submit", "submit", "compute", "compute", "compute", "abort", "lose", "pass_time", "pace", "evict")
 Action = tuple[str, int, int]
 actions = st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 99), st.integers(0, 99)), max_size=60)
 # A busy machine is no fault of the code.
@@ -43,6 +44,7 @@ class World:
             "lose": self._lose,
             "pass_time": lambda tenths, _: self.harness.clock.move_to(self.harness.clock.now() + tenths / 10),
             "pace": self._pace,
+            "evict": self._evict,
         }
         acts[name](first, second)
         self.read()
@@ -51,12 +53,15 @@ class World:
             stages.lane.scheduler.check_invariants()
 
     def _submit(self, first: int, second: int) -> None:
-        qos, num_prompt, max_tokens = CLASSES[first % 3], 2 + second % 40, 1 + first % 9
+        # Their prompts begin alike, and a third of them has blocks that are kept.
+        qos, num_prompt, max_tokens = CLASSES[first % 3], 2 + second % 40 + 70 * (second % 3), 1 + first % 9
+        sequence = with_blocks(make_sequence(num_prompt=num_prompt), num_stored=first % 2)
         numeric = NumericClass.SOLO if qos is QosClass.LATENCY else NumericClass.SHARED
         try:
             answer = self.harness.submit(
                 len(self.requests) + 1, num_prompt=num_prompt, max_tokens=max_tokens, qos=qos, numeric=numeric,
                 tenant=f"tenant {second % 2}", arrived_at=self.harness.clock.now(),
+                block_hashes=sequence.block_hashes, num_stored_blocks=sequence.num_stored_blocks,
             )  # fmt: skip
         except (NotReady, Overloaded):
             return
@@ -92,6 +97,13 @@ class World:
         stages = list(self.stages.values())[first % len(self.stages)]
         pace = Pace(1 + second % 8, float(second % 3) * 5)
         self.harness.engine.set_pace(stages.pipeline.pipeline_id, pace)
+
+    def _evict(self, first: int, second: int) -> None:
+        """Stages lose blocks, or report less than they hold."""
+        model = list(self.stages.values())[first % len(self.stages)].model
+        for name in list(model.kept)[:: 1 + second % 3]:
+            del model.kept[name]
+        model.max_blocks = (0, 1, 1000)[second % 3]
 
     def read(self) -> None:
         for (answer, _, max_tokens), got in zip(self.requests, self.got, strict=True):

@@ -107,14 +107,64 @@ def test_among_equals_the_one_with_the_fewest_requests_is_taken() -> None:
     assert route(make_request(), views).ranking == (P3, P1, P2)
 
 
-def test_cached_tokens_shorten_the_prefill_by_their_share_of_the_prompt() -> None:
-    views = [make_view(P1), make_view(P2, cached_tokens=75)]
+def cached(pipeline_id: PipelineId, **fields: Any) -> PipelineView:
+    """A pipeline that has three quarters of a prompt that takes a second."""
+    return make_view(pipeline_id, prefill_s=0.25, cached_tokens=75, saved_s=0.75, **fields)
 
-    decision = route(make_request(num_prompt=100), views)
+
+def test_a_request_goes_where_the_most_time_is_saved_and_the_decision_says_by_what() -> None:
+    decision = route(make_request(), [make_view(P1), cached(P2)])
 
     assert decision.pipeline_id == P2
+    assert (candidate(decision, P2).prefill_s, candidate(decision, P2).cached_tokens) == (0.25, 75)
+    assert (candidate(decision, P1).prefill_s, candidate(decision, P1).cached_tokens) == (1.0, 0)
+
+
+def test_a_fast_device_computes_a_prompt_sooner_than_a_slow_one_the_rest_of_it() -> None:
+    fast = make_view(P1, prefill_s=0.2)
+
+    assert route(make_request(), [fast, cached(P2)]).pipeline_id == P1
+
+
+@pytest.mark.parametrize(("num_running", "chosen", "prefill_s"), [(4, P2, 0.25), (5, P1, 1.0)])
+def test_a_crowded_pipeline_is_not_chosen_for_its_cache_alone(
+    num_running: int, chosen: PipelineId, prefill_s: float
+) -> None:
+    # Half a batch of 8 more than nothing is not crowded yet.
+    decision = route(make_request(), [make_view(P1), cached(P2, num_running=num_running, queue_s=0.01)])
+
+    assert decision.pipeline_id == chosen
+    assert (candidate(decision, P2).prefill_s, candidate(decision, P2).cached_tokens) == (prefill_s, 75)
+
+
+def test_where_all_are_about_as_busy_the_cache_counts() -> None:
+    views = [make_view(P1, num_running=16), cached(P2, num_running=24), make_view(P3, num_running=17)]
+
+    assert route(make_request(), views).pipeline_id == P2
+
+
+def test_what_is_ruled_out_is_no_measure_of_who_is_crowded() -> None:
+    idle = make_view(P1, is_accepting=False)
+
+    decision = route(make_request(), [idle, cached(P2, num_running=8)])
+
     assert candidate(decision, P2).prefill_s == 0.25
-    assert candidate(decision, P2).cached_tokens == 75
+
+
+def test_a_pipeline_that_heat_has_made_small_is_crowded_sooner() -> None:
+    decision = route(make_request(), [make_view(P1, num_running=1), cached(P2, num_running=3, max_batch=2)])
+
+    assert candidate(decision, P2).prefill_s == 1.0
+
+
+def test_a_deadline_is_met_where_the_prompt_is_there_already() -> None:
+    request = replace(make_request(), time_left_s=0.5)
+    views = [make_view(P1, can_start=False), cached(P2, inter_token_s=0.05), make_view(P3)]
+
+    decision = reroute(request, P1, views)
+
+    assert decision.ranking == (P2,)
+    assert candidate(decision, P3).ruled_out.startswith("would miss the deadline")
 
 
 def test_a_limit_on_steps_is_a_limit_on_the_pace_of_an_answer() -> None:

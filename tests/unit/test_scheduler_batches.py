@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.core.batch import Batch, BatchRow, Emitted, SampledId
-from orchestrator.core.scheduler import SHORT_BURST_STEPS, Scheduler
+from orchestrator.core.decoding import SHORT_BURST_STEPS
+from orchestrator.core.scheduler import Scheduler
 from orchestrator.core.sequence import RunId, SequenceState
 from shoal.types import FinishReason, NumericClass, QosClass, SequenceId, SlotId
 from tests.support.builders import (

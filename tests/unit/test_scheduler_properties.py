@@ -1,13 +1,15 @@
 """The scheduler against stages that are modelled only by what each slot holds, under arbitrary sequences of events.
 
 The stages check what real ones rely on: a row continues exactly where its slot ends, with the right tokens, and a slot
-is taken only when it is free. Whatever is preempted, moved, aborted or slowed down, each answer is the one that its prompt
-alone determines. At the end all work is let run out: nothing may be left over.
+is taken only when it is free. They keep blocks of prompts, lose some, and restore what they have when they come to it.
+Whatever is preempted, moved, aborted or slowed down, each answer is the one that its prompt alone determines. At the end all
+work is let run out: nothing may be left over.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,13 +20,15 @@ from orchestrator.core.batch import ATTENTION_BLOCK, INDIVISIBLE_TOKENS, Batch, 
 from orchestrator.core.limits import STEP_TOKENS, Pace, SchedulerLimits
 from orchestrator.core.prompts import MIN_CHUNK_TOKENS
 from orchestrator.core.qos import outranks
+from orchestrator.core.restores import Restore
 from orchestrator.core.scheduler import Scheduler
-from orchestrator.core.sequence import RunId, Sequence, SequenceState
+from orchestrator.core.sequence import MIN_PREFILL_TOKENS, RestoredPrefix, RunId, Sequence, SequenceState
 from orchestrator.core.step_time import StepTiming
 from orchestrator.core.tenants import TenantLedger
 from shoal.errors import DeadlineUnmeetable
-from shoal.types import DeviceMode, FinishReason, NumericClass, QosClass, SequenceId
-from tests.support.builders import STOP_ID, TOKEN_ID, make_limits, make_sequence
+from shoal.kv import BLOCK_TOKENS
+from shoal.types import DeviceMode, FinishReason, KVReuse, NumericClass, QosClass, SequenceId
+from tests.support.builders import STOP_ID, TOKEN_ID, make_limits, make_sequence, with_blocks
 from tests.support.model_stages import ModelStages, answer_of
 
 # A schedule that needs more turns than this to run out is stuck: no example has more than some thousand tokens.
@@ -46,19 +50,23 @@ limits_strategy = st.builds(
     make_limits,
     num_stages=st.integers(1, 3),
     num_slots=st.integers(1, 6),
-    kv_tokens=st.integers(64, 256),
-    context_tokens=st.integers(20, 80),
+    kv_tokens=st.integers(64, 640),
+    context_tokens=st.integers(20, 220),
     max_batch=st.integers(1, 20),
     chunk_tokens=st.integers(8, 24),
     max_waiting=st.just(1000),
     burst_steps=st.integers(1, 6),
     min_rows=st.integers(1, 4),
+    keeps_blocks=st.sampled_from([True, True, True, False]),
     mode=st.sampled_from(DeviceMode),
 )
 
 sequence_strategy = st.fixed_dictionaries(
     {
-        "num_prompt": st.integers(1, 79),
+        "num_prompt": st.one_of(st.integers(1, 79), st.integers(64, 219)),
+        "num_shared": st.sampled_from([0, 64, 100, 128, 200]),
+        "num_stored": st.sampled_from([0, 0, 1, 3]),
+        "kv_reuse": st.sampled_from(KVReuse),
         "max_tokens": st.integers(1, 30),
         "numeric": st.sampled_from(NumericClass),
         "qos": st.sampled_from(QosClass),
@@ -78,6 +86,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = Scheduler(limits, self.ledger)
         self.stages = ModelStages()
         self.running: list[Running] = []
+        self.restoring: list[tuple[Restore, RestoredPrefix]] = []
         self.sequences: dict[SequenceId, Sequence] = {}
         self.ended: set[SequenceId] = set()
         self.answers: dict[SequenceId, list[int]] = {}
@@ -86,16 +95,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now = 0.0
 
     @rule(requests=st.lists(sequence_strategy, min_size=1, max_size=4))
-    def submit_some(self, requests: list[dict[str, object]]) -> None:
+    def submit_some(self, requests: list[dict[str, Any]]) -> None:
         for fields in requests:
             self.submit(fields, None)
 
     @rule(fields=sequence_strategy, deadline_s=st.sampled_from([0.5, 5.0]))
-    def submit(self, fields: dict[str, object], deadline_s: float | None) -> None:
+    def submit(self, fields: dict[str, Any], deadline_s: float | None) -> None:
         key = SequenceId(len(self.sequences) + 1)
-        sequence = make_sequence(key, arrived_at=self.now, **fields)  # type: ignore[arg-type]
+        plain = dict(fields)
+        num_shared, num_stored, kv_reuse = (plain.pop(name) for name in ("num_shared", "num_stored", "kv_reuse"))
+        sequence = make_sequence(key, arrived_at=self.now, **plain)
         num_prompt = min(len(sequence.prompt_token_ids), self.limits.sequence_tokens - 1)
-        sequence.prompt_token_ids = tuple(1000 * key + number for number in range(num_prompt))
+        sequence.prompt_token_ids = tuple(
+            number if number < num_shared else 1000 * key + number for number in range(num_prompt)
+        )
+        with_blocks(sequence, num_stored)
+        sequence.kv_reuse = kv_reuse
         sequence.deadline_at = None if deadline_s is None else self.now + deadline_s
         try:
             self.scheduler.submit(sequence, self.now)
@@ -119,11 +134,52 @@ class SchedulerMachine(RuleBasedStateMachine):
         for one in ended:
             self.check_victim(slots_before[one.run_id])
         self.stages.cancel(ended)
+        for restore in self.scheduler.take_restores():
+            self.check_restore(restore)
+            self.restoring.append((restore, self.stages.restore(restore)))
+        for prefetch in self.scheduler.take_prefetches(self.now):
+            assert prefetch.block_hashes
+            assert prefetch.timeout_s > 0
         if batch is not None:
             self.check(batch)
-            self.running.append(Running(batch, batch.burst_steps, self.stages.run(batch)))
-        elif not self.running and self.scheduler.has_work:
+            drawn = self.stages.run(batch, self.scheduler.sequence_of)
+            self.running.append(Running(batch, batch.burst_steps, drawn))
+        elif not self.running and not self.restoring and self.scheduler.has_work:
             assert self.scheduler.wake_at(self.now) is not None, "there is work, but nothing will ever happen"
+
+    def check_restore(self, restore: Restore) -> None:
+        """Stages are asked for what the prompt begins with, and always something is left to compute."""
+        sequence = self.find(restore.run_id)
+        assert sequence.slot == restore.slot
+        assert restore.block_hashes == sequence.block_hashes[: len(restore.block_hashes)]
+        left = len(sequence.prompt_token_ids) - BLOCK_TOKENS * len(restore.block_hashes)
+        assert left >= MIN_PREFILL_TOKENS
+        assert restore.is_exact_only == (sequence.kv_reuse is KVReuse.EXACT)
+        assert sequence.kv_reuse is not KVReuse.NONE
+        assert self.limits.keeps_blocks
+        assert restore.timeout_s > 0
+
+    @precondition(lambda self: self.restoring)
+    @rule(choice=st.integers(0, 1000), fewer=st.integers(0, 2), exaggerates=st.booleans())
+    def answer_restore(self, choice: int, fewer: int, exaggerates: bool) -> None:
+        """Stages answer in any order, maybe with less than they hold; too late, or not at all, for a run that is over."""
+        restore, held = self.restoring.pop(choice % len(self.restoring))
+        num_blocks = max(held.num_blocks - fewer, 0)
+        if exaggerates and held.num_blocks == len(restore.block_hashes):
+            num_blocks = held.num_blocks + 7
+        is_alive = self.stages.owners.get(restore.slot) == restore.run_id
+        if is_alive or exaggerates:
+            self.scheduler.restored(restore.run_id, replace(held, num_blocks=num_blocks), self.now)
+        if is_alive:
+            sequence = self.find(restore.run_id)
+            assert not sequence.is_restoring
+            assert sequence.num_restored == BLOCK_TOKENS * min(num_blocks, len(restore.block_hashes))
+
+    @rule(every=st.integers(1, 4))
+    def lose_blocks(self, every: int) -> None:
+        """Stages evict some of what they keep, whatever the scheduler believes."""
+        for block_hash in list(self.stages.kept)[::every]:
+            del self.stages.kept[block_hash]
 
     def check_victim(self, victim: Sequence | None) -> None:
         """Runs that end without a report before are preempted."""
@@ -147,7 +203,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             if sequence.is_paced and not sequence.num_to_replay:
                 assert self.now >= sequence.next_token_at
         for row in chunks:
-            num_prompt = len(self.find(row.run_id).prompt_token_ids)
+            sequence = self.find(row.run_id)
+            num_prompt = len(sequence.prompt_token_ids)
+            assert not sequence.is_restoring
+            assert row.is_start == (row.position == sequence.num_restored)
             assert row.num_tokens >= 2 or num_prompt == 1
             assert row.is_sampled == (row.position + row.num_tokens == num_prompt)
         if batch.is_solo:
@@ -207,6 +266,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(num_turns):
             for _ in range(self.limits.num_stages + 1):
                 self.schedule()
+            if self.restoring:
+                self.answer_restore(0, 0, False)
             if self.running:
                 self.commit(False, seconds)
 
@@ -264,9 +325,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert {one.sequence_id for one in taken} == set(self.sequences) - self.ended
         assert not self.scheduler.has_work
         assert self.scheduler.take_ended() == []
+        assert self.scheduler.take_restores() == []
         assert self.scheduler.num_replay_mismatches == 0
         self.scheduler = Scheduler(self.limits, self.ledger)
         self.running.clear()
+        self.restoring.clear()
         self.stages, self.last_batch = ModelStages(), None
         for sequence in taken:
             self.resubmit(sequence)
@@ -325,7 +388,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 break
             for _ in range(self.limits.num_stages + 1):
                 self.schedule()
-            if self.running:
+            if self.restoring:
+                self.answer_restore(0, 0, False)
+            elif self.running:
                 self.commit(False, 0.01)
             else:
                 wake_at = self.scheduler.wake_at(self.now)
@@ -345,7 +410,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestScheduler.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 @given(num_prompt=st.integers(2, 500), rooms=st.lists(st.integers(0, 70), min_size=1, max_size=40))

@@ -63,7 +63,10 @@ class LongPrompt:
         for stream in self._streams:
             pipeline.submit(stream, 0.0)
         pipeline.submit(prompt, arrived_at)
-        pipeline.run(100.0)
+        for second in range(100):
+            pipeline.run(float(second))
+            if prompt.sequence_id in pipeline.finished_at:
+                break
         assert prompt.first_token_at is not None
         assert prompt.sequence_id in pipeline.finished_at
         self.first_token_at = prompt.first_token_at
