@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -10,8 +11,8 @@ import typer
 
 from cli.terminal import note, report, to_jsonable, write_json, write_text
 from shoal.config import DEFAULT_PORT
-from shoal.errors import ContextExceeded, InvalidRequest, ShoalError
-from shoal.types import QosClass
+from shoal.errors import ContextExceeded, InvalidRequest, SessionNotFound, ShoalError
+from shoal.types import KVReuse, QosClass
 
 if TYPE_CHECKING:
     from shoal.client import Client
@@ -38,6 +39,14 @@ Deadline = Annotated[
         "--deadline", help="Seconds the answer may take; refused at once if not even its first token can make it."
     ),
 ]
+Session = Annotated[
+    str | None,
+    typer.Option(help="A conversation that the server keeps under this name: what is asked is its next turn."),
+]
+Reuse = Annotated[
+    KVReuse | None,
+    typer.Option("--kv-reuse", help="Stored KV to use: as devices' policies say, only exact, or none (nor store any)."),
+]
 Pace = Annotated[float | None, typer.Option("--pace", help="At most so many tokens a second.")]
 
 DEFAULT_SERVER = f"127.0.0.1:{DEFAULT_PORT}"
@@ -60,6 +69,8 @@ def generate(
     tenant: Tenant = None,
     deadline: Deadline = None,
     pace: Pace = None,
+    session: Session = None,
+    kv_reuse: Reuse = None,
     model: Model = None,
     system: System = None,
     raw: Annotated[
@@ -71,11 +82,12 @@ def generate(
     """Ask once and print the answer as it comes."""
     if raw and system is not None:
         raise typer.BadParameter("a system message needs a chat: leave out --raw or --system")
-    text = _read_stdin() if prompt == "-" else prompt
+    text = read_prompt(prompt)
     options = _options(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
         repetition_penalty=repetition_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
         seed=seed, stop=stop, qos_class=qos, tenant=tenant, deadline_s=deadline, max_tokens_per_s=pace, model=model,
+        session_id=session, kv_reuse=kv_reuse,
     )  # fmt: skip
     from shoal.client import Client
 
@@ -83,7 +95,7 @@ def generate(
         if raw:
             answer = _stream(client, options, prompt=text, is_shown=not json)
         else:
-            answer = _stream(client, options, messages=_messages(system, text), is_shown=not json)
+            answer = _stream(client, options, messages=messages_of(system, text), is_shown=not json)
     if json:
         write_json(answer_to_jsonable(answer))
     else:
@@ -103,6 +115,8 @@ def chat(
     qos: Qos = None,
     tenant: Tenant = None,
     pace: Pace = None,
+    session: Session = None,
+    kv_reuse: Reuse = None,
     model: Model = None,
     system: System = None,
     server: Server = DEFAULT_SERVER,
@@ -111,21 +125,25 @@ def chat(
     options = _options(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
         repetition_penalty=repetition_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
-        seed=seed, qos_class=qos, tenant=tenant, max_tokens_per_s=pace, model=model,
+        seed=seed, qos_class=qos, tenant=tenant, max_tokens_per_s=pace, model=model, session_id=session,
+        kv_reuse=kv_reuse,
     )  # fmt: skip
     from shoal.client import Client
 
-    start = _messages(system)
+    start = messages_of(system)
     with Client(server) as client:
         if sys.stdin.isatty():
             note(f"{client.status().model} at {server}: {HELP}")
-        _converse(client, start, list(start), options)
+        history = list(start)
+        if session is not None and _goes_on(client, session, tenant or ""):
+            history.clear()
+        _converse(client, start, history, options)
 
 
 def _converse(
     client: Client, start: list[dict[str, str]], history: list[dict[str, str]], options: GenerateOptions
 ) -> None:
-    """Take lines until there are no more; history grows, and goes back to `start` on /reset."""
+    """Take lines until there are no more; history grows where the server keeps none, and is `start` again on /reset."""
     for line in _lines():
         match line.strip():
             case "":
@@ -133,6 +151,7 @@ def _converse(
             case "/exit" | "/quit":
                 return
             case "/reset":
+                _forget_session(client, options)
                 history[:] = start
                 note("the conversation starts anew")
             case "/help":
@@ -141,6 +160,20 @@ def _converse(
                 note(f"no command {command}: {HELP}")
             case text:
                 _take_turn(client, history, text, options)
+
+
+def _goes_on(client: Client, session: str, tenant: str) -> bool:
+    """Whether the server has this conversation already: then its system message came with its first turn."""
+    known = [one for one in client.sessions(tenant) if one.session_id == session]
+    for one in known:
+        note(f"session {session} goes on: {one.num_turns} turns, {one.num_tokens} tokens")
+    return bool(known)
+
+
+def _forget_session(client: Client, options: GenerateOptions) -> None:
+    if "session_id" in options:
+        with contextlib.suppress(SessionNotFound):
+            client.delete_session(options["session_id"], options.get("tenant", ""))
 
 
 def answer_to_jsonable(answer: Generation) -> object:
@@ -154,8 +187,17 @@ def answer_to_jsonable(answer: Generation) -> object:
 def summary(answer: Generation) -> str:
     return (
         f"{answer.finish_reason.value}, {answer.completion_tokens} tokens, "
-        f"first after {answer.ttft_ms:.0f} ms, {answer.tokens_per_s:.1f} tokens/s; request {answer.request_id}"
+        f"first after {answer.ttft_ms:.0f} ms, {answer.tokens_per_s:.1f} tokens/s{_reuse(answer)}; "
+        f"request {answer.request_id}"
     )
+
+
+def _reuse(answer: Generation) -> str:
+    cache = answer.cache
+    if not cache.cached_tokens:
+        return ""
+    tiers = {0: "host", cache.cached_tokens: "redis"}.get(cache.from_redis_tokens, "host and redis")
+    return f", reused {cache.cached_tokens} of {answer.prompt_tokens} prompt tokens ({tiers}, {cache.codec})"
 
 
 def _options(**options: Any) -> GenerateOptions:
@@ -163,12 +205,15 @@ def _options(**options: Any) -> GenerateOptions:
     return cast("GenerateOptions", {name: value for name, value in options.items() if value is not None})
 
 
-def _messages(system: str | None, prompt: str | None = None) -> list[dict[str, str]]:
+def messages_of(system: str | None, prompt: str | None = None) -> list[dict[str, str]]:
     roles = (("system", system), ("user", prompt))
     return [{"role": role, "content": content} for role, content in roles if content is not None]
 
 
-def _read_stdin() -> str:
+def read_prompt(prompt: str) -> str:
+    """The prompt, or what standard input has where it is -."""
+    if prompt != "-":
+        return prompt
     try:
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
@@ -189,7 +234,10 @@ def _stream(client: Client, options: GenerateOptions, *, is_shown: bool, **sourc
 
 
 def _take_turn(client: Client, history: list[dict[str, str]], text: str, options: GenerateOptions) -> None:
-    """Ask, show, remember; a stopped answer is remembered as far as it came, a refused question not at all."""
+    """Ask, show, remember; a stopped answer is remembered as far as it came, a refused question not at all.
+
+    Of a session, the server remembers: the history has only what it was not told yet.
+    """
     history.append({"role": "user", "content": text})
     with client.stream(messages=history, **options) as stream:
         try:
@@ -209,7 +257,12 @@ def _take_turn(client: Client, history: list[dict[str, str]], text: str, options
             if isinstance(error, ContextExceeded):
                 note("the conversation is as long as the context allows: /reset starts anew")
             return
-    history.append({"role": "assistant", "content": stream.text})
+    if "session_id" not in options:
+        history.append({"role": "assistant", "content": stream.text})
+    elif stream.result.token_ids:
+        history.clear()
+    else:
+        history.pop()
 
 
 def _lines() -> Iterator[str]:

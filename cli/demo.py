@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cli.ask import summary
-from cli.serve import DEFAULT_DEVICES, Devices, running_fleet
+from cli.serve import DEFAULT_DEVICES, DEFAULT_REDIS, Devices, RedisChoice, running_fleet
 from cli.terminal import format_bytes, say, write_text
 from shoal.config import OrchestratorConfig, from_environment
 
@@ -26,11 +26,12 @@ def demo(
     prompt: Annotated[str, typer.Argument(help="What to ask.")] = DEFAULT_PROMPT,
     devices: Devices = DEFAULT_DEVICES,
     model: Annotated[str | None, typer.Option(help="Name of the model.", show_default=False)] = None,
+    redis: RedisChoice = DEFAULT_REDIS,
 ) -> None:
     """Pull a model, start a fleet, ask it, show who did what, stop."""
     # A port of its own: a fleet that is already up is not in the way.
     config = from_environment(OrchestratorConfig, {"model": model, "port": 0})
-    with running_fleet(config, devices) as (fleet, _):
+    with running_fleet(config, devices, redis) as (fleet, _):
         say()
         say(f"> {prompt}", style="bold")
         answer, status = _ask(fleet.address, prompt)

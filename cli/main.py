@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 from typer.main import get_command
 
-from cli import ask, demo, explain, load, models, serve, show
+from cli import ask, demo, explain, kv, load, models, serve, sessions, show
 from cli.terminal import report
 from shoal.errors import ShoalError
 
@@ -34,6 +34,9 @@ app.command("generate")(ask.generate)
 app.command("chat")(ask.chat)
 app.command("status")(show.status)
 app.command("explain")(explain.explain)
+app.command("kv")(kv.kv)
+app.command("warm")(kv.warm)
+app.add_typer(sessions.app, name="sessions")
 app.add_typer(models.app, name="models")
 app.add_typer(load.app, name="load")
 app.command("orchestrator")(serve.orchestrator)

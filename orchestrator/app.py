@@ -13,17 +13,25 @@ from grpc_reflection.v1alpha import reflection
 
 from modelstore.manifest import Manifest
 from modelstore.store import ModelStore
+from orchestrator.admin import AdminServicer
+from orchestrator.block_names import BlockNames, load_secret
+from orchestrator.catalogue import Catalogue
 from orchestrator.control import Control
+from orchestrator.conversations import Conversations
 from orchestrator.core.sequence import QosTargets
 from orchestrator.core.tenants import TenantLedger, parse_weights
 from orchestrator.engine import Engine
 from orchestrator.flow import FlowHub
 from orchestrator.membership import FleetServicer
-from orchestrator.server import AdminServicer, InferenceServicer, ServingOptions, drain
+from orchestrator.requests import RequestDecoder
+from orchestrator.server import InferenceServicer, drain
+from orchestrator.sessions import SessionStore
 from orchestrator.tokenizer import Tokenizer
+from orchestrator.warming import Warmer
 from shoal import process, rpc
 from shoal.config import OrchestratorConfig
 from shoal.errors import ConnectionFailed
+from shoal.redis_link import AsyncRedisLink
 from shoal.types import QosClass
 from shoal.v1 import (
     admin_pb2,
@@ -51,6 +59,10 @@ SERVICES = tuple(
 SERVING_WHEN_READY = ("", SERVICES[0])
 # How long calls that still run get to hear of their end.
 CLOSE_S = 1.0
+# What a Redis that is there takes to answer for the first time.
+CONNECT_S = 1.0
+# In the home folder: who has it can compute the names of every tenant's blocks.
+SECRET_FILE = "kv_secret"
 
 
 def run(config: OrchestratorConfig, *, stop_on_stdin_eof: bool = False) -> int:
@@ -67,7 +79,8 @@ class Orchestrator:
 
     def __init__(self, config: OrchestratorConfig) -> None:
         self._config = config
-        self._store = ModelStore(Path(config.home))
+        home = Path(config.home)
+        self._store = ModelStore(home)
         manifest = self._store.open(config.model)
         self._engine = Engine(TenantLedger(parse_weights(config.tenant_weights)))
         self._hub = FlowHub(
@@ -77,34 +90,49 @@ class Orchestrator:
         self._membership = FleetServicer(self._control, self._hub, manifest, self._store, config.heartbeat_s)
         self._health = HealthServicer()
         self._manifest: Manifest = manifest
+        self._link = AsyncRedisLink(config.redis_url) if config.redis_url else None
+        self._names = BlockNames(manifest.digest, load_secret(home / SECRET_FILE), self._link)
+        self._catalogue = Catalogue(self._link, manifest.config.num_layers)
+        self._warmer = Warmer(self._engine)
+        sessions = SessionStore(self._link, manifest.digest, config.session_ttl_s)
+        self._conversations = Conversations(sessions, self._names, self._catalogue, self._engine, self._warmer)
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until `stopping` is set, then drain. Raises ConnectionFailed if the port is taken."""
         server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
-        inference = InferenceServicer(
-            self._manifest, Tokenizer(self._manifest.tokenizer), self._engine, self._control, _options(self._config)
-        )
-        self._add_services(server, inference)
+        inference = self._add_services(server)
         port = self._bind(server)
         if self._config.use_sockets:
             self._membership.socket_port = await self._hub.listen(self._config.host)
+        await self._open_link()
         await server.start()
-        watching = asyncio.create_task(self._control.watch())
+        watching = {asyncio.create_task(self._control.watch()), asyncio.create_task(self._conversations.watch())}
         logger.info("listening address=%s:%d model=%s", self._config.host, port, self._manifest.name)
         stop = asyncio.create_task(stopping.wait())
         try:
-            await asyncio.wait({stop, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if watching.done():
-                watching.result()
+            ended, _ = await asyncio.wait({stop, *watching}, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended & watching:
+                task.result()
             await self._set_serving(False)
+            await self._warmer.stop()
             is_drained = await drain(inference, self._engine, self._config.drain_s)
             logger.info("draining_ended is_drained=%s", is_drained)
         finally:
-            stop.cancel()
-            watching.cancel()
+            for task in (stop, *watching):
+                task.cancel()
             self._control.stop()
             await server.stop(CLOSE_S)
+            await self._conversations.stop()
+            if self._link is not None:
+                await self._link.close()
             await self._hub.stop()
+
+    async def _open_link(self) -> None:
+        """Give Redis a moment to be there for the first request; without it, all goes on but what only it has."""
+        if self._link is None:
+            logger.info("sessions_in_memory: there is no Redis, so sessions end with this process")
+        elif await self._link.connect(CONNECT_S):
+            await self._conversations.tend(is_expiring=False)
 
     def _bind(self, server: grpc.aio.Server) -> int:
         address = f"{self._config.host}:{self._config.port}"
@@ -115,13 +143,22 @@ class Orchestrator:
                 f"cannot listen on {address}: it is taken or not ours; choose another --port"
             ) from error
 
-    def _add_services(self, server: grpc.aio.Server, inference: InferenceServicer) -> None:
+    def _add_services(self, server: grpc.aio.Server) -> InferenceServicer:
+        tokenizer = Tokenizer(self._manifest.tokenizer)
+        targets = QosTargets(ttft_s=self._config.ttft_ms / 1e3, inter_token_s=self._config.inter_token_ms / 1e3)
+        decoder = RequestDecoder(self._manifest, tokenizer, self._names, QosClass(self._config.qos), targets)
+        inference = InferenceServicer(
+            self._manifest, tokenizer, decoder, self._engine, self._control,
+            self._catalogue, self._conversations, self._warmer,
+        )  # fmt: skip
+        admin = AdminServicer(self._control, self._engine, decoder, self._names, self._conversations, self._warmer)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(inference, server)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self._control, self._engine), server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(self._membership, server)
         flow_pb2_grpc.add_FlowServiceServicer_to_server(self._hub, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        return inference
 
     async def _set_serving(self, is_serving: bool) -> None:
         states = health_pb2.HealthCheckResponse
@@ -129,8 +166,3 @@ class Orchestrator:
             await self._health.set(service, states.SERVING if is_serving else states.NOT_SERVING)
         for service in SERVICES[1:]:
             await self._health.set(service, states.SERVING)
-
-
-def _options(config: OrchestratorConfig) -> ServingOptions:
-    targets = QosTargets(ttft_s=config.ttft_ms / 1e3, inter_token_s=config.inter_token_ms / 1e3)
-    return ServingOptions(default_qos=QosClass(config.qos), balanced_targets=targets)

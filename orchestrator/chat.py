@@ -19,6 +19,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from shoal.errors import InvalidRequest
 
 FIELD = "chat.messages"
+# Stands for the turns that are tokens already; templates change white space and markup, but not a word of letters.
+MARK = "shoalmark"
 ROLES = ("system", "user", "assistant")
 
 # What a template's own code can raise: jinja2's errors, and Python's from the expressions in it.
@@ -43,18 +45,43 @@ class ChatTemplate:
         self._bos_token = bos_token
         self._eos_token = eos_token
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return the text that ends where the assistant's answer begins.
+    def render(self, messages: Sequence[Mapping[str, str]], *, opens_answer: bool = True) -> str:
+        """Return the text that ends where the assistant's answer begins, or, if that is not opened, with the messages.
 
         Raises InvalidRequest if the messages are not a conversation or the template refuses them.
         """
         _validate(messages)
+        return self._render(messages, opens_answer)
+
+    def render_turn(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Return the text that goes on from an answer: the end of its turn, these messages, where the next answer begins.
+
+        It is what the template writes after the answer of a conversation that stands for the real one. Raises InvalidRequest
+        also for a template that does not write that answer as it is, and for a system message: it came first.
+        """
+        _validate(messages)
+        if any(message["role"] == "system" for message in messages):
+            raise InvalidRequest(FIELD, "a system message comes with the first turn of a session; this is a later one")
+        mark = MARK
+        while any(mark in message["content"] for message in messages):
+            mark += "x"
+        stand_in = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}]
+        _, *after = self._render([*stand_in, *messages], True).split(mark)
+        if len(after) != 1:
+            raise InvalidRequest(
+                FIELD,
+                "the model's chat template does not keep answers as they are, so a session cannot go on with messages; "
+                "send the turn in prompt, as text or tokens",
+            )
+        return after[0]
+
+    def _render(self, messages: Sequence[Mapping[str, str]], opens_answer: bool) -> str:
         try:
             return self._template.render(
                 messages=[{"role": message["role"], "content": message["content"]} for message in messages],
                 tools=None,
                 documents=None,
-                add_generation_prompt=True,
+                add_generation_prompt=opens_answer,
                 bos_token=self._bos_token,
                 eos_token=self._eos_token,
             )

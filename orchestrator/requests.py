@@ -1,4 +1,4 @@
-"""What a client asked for, checked and as a sequence: model, prompt, sampling, class, tenant, targets, deadline.
+"""What a client asked for, checked and as a sequence: model, prompt, block names, sampling, class, tenant, targets.
 
 Raises a typed error that names the field, its value and what is allowed, for the first that cannot be served. Pure, so that
 long prompts can be encoded in another thread; `server` draws what is random and submits what comes out.
@@ -6,10 +6,12 @@ long prompts can be encoded in another thread; `server` draws what is random and
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from modelstore.manifest import Manifest
+from orchestrator.block_names import BlockNames
 from orchestrator.core.qos import default_targets
 from orchestrator.core.sequence import DEFAULT_TENANT, QosTargets
 from orchestrator.core.sequence import Sequence as AnswerSequence
@@ -17,17 +19,22 @@ from orchestrator.tokenizer import Tokenizer
 from shoal import rpc
 from shoal.config import MAX_TARGET_MS
 from shoal.errors import ContextExceeded, InvalidRequest, ModelNotFound
-from shoal.types import NumericClass, QosClass, SequenceId
-from shoal.v1 import inference_pb2
+from shoal.types import KVReuse, NumericClass, QosClass, SequenceId
+from shoal.v1 import admin_pb2, inference_pb2
 
 DEFAULT_MAX_TOKENS = 256
 MAX_STOPS = 8
 MAX_STOP_CHARS = 256
 MAX_REQUEST_ID_CHARS = 128
 MAX_TENANT_CHARS = 64
+MAX_SESSION_ID_CHARS = 128
+# A month: what is to stay for longer is warmed again.
+MAX_WARM_TTL_S = 30 * 86400.0
 # A slower stream would hold its slot for longer than anybody reads; a faster one than this is not slowed by anything.
 MIN_TOKENS_PER_S = 1.0
 MAX_TOKENS_PER_S = 1000.0
+
+_SESSION_ID = re.compile(r"[A-Za-z0-9_.:-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +49,16 @@ class DecodedRequest:
 class RequestDecoder:
     """Decodes requests for one model; default_qos: of requests that name no class; balanced: that class's targets."""
 
-    def __init__(self, manifest: Manifest, tokenizer: Tokenizer, default_qos: QosClass, balanced: QosTargets) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        tokenizer: Tokenizer,
+        names: BlockNames,
+        default_qos: QosClass,
+        balanced: QosTargets,
+    ) -> None:
         self._manifest = manifest
+        self._names = names
         self._tokenizer = tokenizer
         self._default_qos = default_qos
         self._balanced = balanced
@@ -56,10 +71,12 @@ class RequestDecoder:
         seed: int,
         now: float,
         time_left_s: float | None,
+        history: tuple[int, ...] = (),
     ) -> DecodedRequest:
         """Make the sequence of a request that arrived `now`; seed: for one that brings none.
 
-        Raises ModelNotFound, InvalidRequest or ContextExceeded; the servicer tells the client.
+        history: the tokens of its session, which the input is the next turn of; none: the input is a whole prompt. Raises
+        ModelNotFound, InvalidRequest or ContextExceeded; the servicer tells the client.
         """
         self._check_model(request.model)
         sampling = rpc.sampling_from_proto(request.sampling, seed=seed)
@@ -74,29 +91,45 @@ class RequestDecoder:
             numeric=NumericClass.SOLO if qos is QosClass.LATENCY else NumericClass.SHARED,
             qos=qos,
             arrived_at=now,
-            tenant=_tenant(request.tenant),
+            tenant=tenant_of(request.tenant),
             deadline_at=None if time_left_s is None else now + time_left_s,
             max_tokens_per_s=_tokens_per_s(request.max_tokens_per_s),
             targets=_targets(request, default_targets(qos, self._balanced)),
+            kv_reuse=rpc.kv_reuse_from_proto(request.kv_reuse),
         )
         decoded = DecodedRequest(_request_id(request.request_id), sequence, _stops(request.stop))
         # Last, for it is the most work.
-        sequence.prompt_token_ids = tuple(self._prompt_token_ids(request))
+        sequence.prompt_token_ids = history + tuple(self._token_ids(request, is_later_turn=bool(history)))
+        if sequence.kv_reuse is not KVReuse.NONE:
+            sequence.block_hashes = self._names.names(sequence.tenant, sequence.prompt_token_ids)
         return decoded
+
+    def warm_token_ids(self, request: admin_pb2.WarmRequest) -> tuple[int, ...]:
+        """The tokens of a prompt that is to be computed ahead. Raises InvalidRequest or ContextExceeded."""
+        return tuple(self._token_ids(request, opens_answer=False))
 
     def _check_model(self, model: str) -> None:
         if model not in ("", self._manifest.name):
             raise ModelNotFound(f"model {model!r} is not served here; {self._manifest.name!r} is", field="model")
 
-    def _prompt_token_ids(self, request: inference_pb2.GenerateRequest) -> Sequence[int]:
+    def _token_ids(
+        self,
+        request: inference_pb2.GenerateRequest | admin_pb2.WarmRequest,
+        *,
+        is_later_turn: bool = False,
+        opens_answer: bool = True,
+    ) -> Sequence[int]:
         match request.WhichOneof("input"):
             case "prompt":
                 self._check_length("prompt", len(request.prompt.encode()))
-                token_ids: Sequence[int] = self._tokenizer.encode(request.prompt, add_special=True)
+                token_ids: Sequence[int] = self._tokenizer.encode(request.prompt, add_special=not is_later_turn)
             case "chat":
                 messages = [{"role": one.role, "content": one.content} for one in request.chat.messages]
                 self._check_length("chat", sum(len(one["content"].encode()) for one in messages))
-                token_ids = self._tokenizer.encode_chat(messages)
+                if is_later_turn:
+                    token_ids = self._tokenizer.encode_turn(messages)
+                else:
+                    token_ids = self._tokenizer.encode_chat(messages, opens_answer=opens_answer)
             case "tokens":
                 token_ids = request.tokens.token_ids
                 vocab_size = self._manifest.config.vocab_size
@@ -127,7 +160,27 @@ def _max_tokens(request: inference_pb2.GenerateRequest) -> int:
     return max_tokens
 
 
-def _tenant(tenant: str) -> str:
+def session_id_of(session_id: str) -> str:
+    """Check a session's id. Raises InvalidRequest."""
+    if len(session_id) > MAX_SESSION_ID_CHARS or not _SESSION_ID.fullmatch(session_id):
+        raise InvalidRequest(
+            "session_id",
+            f"{session_id[:80]!r} must be 1 to {MAX_SESSION_ID_CHARS} letters, digits and characters of - _ . :",
+        )
+    return session_id
+
+
+def warm_ttl_s(ttl_s: float) -> float:
+    """Check how long blocks are to be pinned; NaN is outside of every range. Raises InvalidRequest."""
+    if 0 <= ttl_s <= MAX_WARM_TTL_S:
+        return ttl_s
+    raise InvalidRequest(
+        "ttl_s", f"{ttl_s} is out of range; it must be from 0 (not pinned) to {MAX_WARM_TTL_S:g} seconds"
+    )
+
+
+def tenant_of(tenant: str) -> str:
+    """Check a tenant's name; the empty one is the default tenant's. Raises InvalidRequest."""
     if len(tenant) > MAX_TENANT_CHARS or not tenant.isprintable():
         raise InvalidRequest("tenant", f"{tenant[:80]!r} must be at most {MAX_TENANT_CHARS} printable characters")
     return tenant or DEFAULT_TENANT

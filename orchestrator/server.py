@@ -1,7 +1,8 @@
-"""What clients and operators call: InferenceService and AdminService.
+"""What clients call: InferenceService.
 
-A servicer method decodes and checks a request (`requests`), makes one call into engine or control, and encodes what comes
-back. Text lives here: the engine knows token ids only. Errors are translated by `rpc`, nowhere else.
+A servicer method decodes and checks a request (`requests`), makes one call into the engine, and encodes what comes back;
+a request that is a turn of a session takes its history from `conversations`, and leaves what it became there. Text lives
+here: the engine knows token ids only. Errors are translated by `rpc`, nowhere else.
 """
 
 from __future__ import annotations
@@ -12,38 +13,38 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 from modelstore.manifest import Manifest
+from orchestrator.catalogue import Catalogue
 from orchestrator.control import Control
-from orchestrator.core.sequence import QosTargets
+from orchestrator.conversation import SessionKey
+from orchestrator.conversations import Conversations, Turn
+from orchestrator.core.sequence import Sequence, SequenceState
 from orchestrator.engine import Answer, Engine, TokenEvent
-from orchestrator.requests import DecodedRequest, RequestDecoder
+from orchestrator.requests import DecodedRequest, RequestDecoder, session_id_of, tenant_of
 from orchestrator.text import TextStream
 from orchestrator.tokenizer import Tokenizer
+from orchestrator.warming import Warmer
 from shoal import rpc
-from shoal.errors import NotReady, ShoalError
-from shoal.types import FinishReason, QosClass
-from shoal.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from shoal.errors import ContextExceeded, NotReady, ShoalError
+from shoal.kv import BLOCK_TOKENS
+from shoal.types import FinishReason
+from shoal.v1 import inference_pb2, inference_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
 # Encoding more than this takes milliseconds, which others' tokens would wait for.
 LONG_REQUEST_BYTES = 16 << 10
-
-
-@dataclass(frozen=True, slots=True)
-class ServingOptions:
-    """What the configuration says of requests: the class of those that name none, and what class BALANCED aims at."""
-
-    default_qos: QosClass
-    balanced_targets: QosTargets
+# What a token of a session's history counts as, of text: it has to be named, not to be encoded.
+HISTORY_TOKEN_BYTES = 1
 
 
 @dataclass(slots=True)
 class _Served:
-    """A request while it is being answered."""
+    """A request while it is being answered. sent: the token ids that the client's stream took. turn: of its session."""
 
     request_id: str
     answer: Answer
@@ -52,6 +53,8 @@ class _Served:
     first_token_at: float = 0.0
     last_token_at: float = 0.0
     num_tokens: int = 0
+    sent: list[int] = field(default_factory=list)
+    turn: Turn | None = None
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -59,15 +62,21 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self,
         manifest: Manifest,
         tokenizer: Tokenizer,
+        decoder: RequestDecoder,
         engine: Engine,
         control: Control,
-        options: ServingOptions,
+        catalogue: Catalogue,
+        conversations: Conversations,
+        warmer: Warmer,
     ) -> None:
         self._manifest = manifest
         self._tokenizer = tokenizer
-        self._decoder = RequestDecoder(manifest, tokenizer, options.default_qos, options.balanced_targets)
+        self._decoder = decoder
         self._engine = engine
         self._control = control
+        self._catalogue = catalogue
+        self._conversations = conversations
+        self._warmer = warmer
         self.is_draining = False
 
     @rpc.unary
@@ -100,17 +109,27 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 if end is not None:
                     ended, why = end.value, end
                 yield inference_pb2.GenerateResponse(delta=delta)
+                served.sent.append(event.token_id)
                 if end is not None:
+                    saving = self._end_turn(served, end)
+                    if saving is not None:
+                        # Goes on where the client leaves meanwhile.
+                        await asyncio.shield(saving)
                     yield inference_pb2.GenerateResponse(finished=_finished(served, end))
                     break
+        except (asyncio.CancelledError, GeneratorExit):
+            self._end_turn(served, FinishReason.CANCELLED)
+            raise
         except ShoalError as error:
             ended = error.reason
             raise
         finally:
             self._engine.abort(sequence.sequence_id, why)
+            if served.turn is not None:
+                self._conversations.leave(served.turn)
             logger.info(
-                "request_ended request_id=%r finish=%s prompt_tokens=%d completion_tokens=%d pipeline=%s",
-                served.request_id, ended, len(sequence.prompt_token_ids), served.num_tokens,
+                "request_ended request_id=%r finish=%s prompt_tokens=%d cached_tokens=%d completion_tokens=%d pipeline=%s",
+                served.request_id, ended, len(sequence.prompt_token_ids), sequence.num_restored, served.num_tokens,
                 served.answer.pipeline.pipeline_id,
             )  # fmt: skip
 
@@ -118,27 +137,74 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         accepted_at = time.monotonic()
         if self.is_draining:
             raise NotReady("this orchestrator is shutting down; ask another or try again later", retry_after_s=5.0)
-        decoded = await self._decode(request, accepted_at, time_left_s)
-        request_id, sequence = decoded.request_id or uuid.uuid4().hex, decoded.sequence
-        await self._control.wait_serving()
-        answer = self._engine.submit(sequence, request_id)
+        turn = await self._begin_turn(request)
+        with ExitStack() as undo:
+            if turn is not None:
+                undo.callback(self._conversations.leave, turn)
+            decoded = await self._decode(request, accepted_at, time_left_s, turn)
+            request_id, sequence = decoded.request_id or uuid.uuid4().hex, decoded.sequence
+            await self._control.wait_serving()
+            await self._look_up(sequence)
+            answer = self._submit(sequence, request_id, turn)
+            undo.pop_all()
         logger.info(
             "request_accepted request_id=%r prompt_tokens=%d qos=%s tenant=%r pipeline=%s",
             request_id, len(sequence.prompt_token_ids), sequence.qos.value, sequence.tenant,
             answer.pipeline.pipeline_id,
         )  # fmt: skip
-        return _Served(request_id, answer, TextStream(self._tokenizer, decoded.stops), accepted_at)
+        return _Served(request_id, answer, TextStream(self._tokenizer, decoded.stops), accepted_at, turn=turn)
+
+    async def _begin_turn(self, request: inference_pb2.GenerateRequest) -> Turn | None:
+        if not request.session_id:
+            return None
+        return await self._conversations.begin(SessionKey(tenant_of(request.tenant), session_id_of(request.session_id)))
+
+    def _end_turn(self, served: _Served, why: FinishReason) -> asyncio.Task[None] | None:
+        """Leave to a session what its turn has become, nothing if that is no token; the task ends when it is stored."""
+        turn = served.turn
+        if turn is None or turn.is_over or not served.sent:
+            return None
+        return self._conversations.end(turn, served.answer.sequence, served.sent, why)
 
     async def _decode(
-        self, request: inference_pb2.GenerateRequest, now: float, time_left_s: float | None
+        self, request: inference_pb2.GenerateRequest, now: float, time_left_s: float | None, turn: Turn | None
     ) -> DecodedRequest:
         def decode() -> DecodedRequest:
             return self._decoder.decode(
-                request, sequence_id=sequence_id, seed=secrets.randbits(53), now=now, time_left_s=time_left_s
+                request,
+                sequence_id=sequence_id,
+                seed=secrets.randbits(53),
+                now=now,
+                time_left_s=time_left_s,
+                history=history,
             )
 
         sequence_id = self._engine.new_sequence_id()
-        return await asyncio.to_thread(decode) if request.ByteSize() > LONG_REQUEST_BYTES else decode()
+        history = () if turn is None else turn.session.token_ids
+        is_long = request.ByteSize() + len(history) * HISTORY_TOKEN_BYTES > LONG_REQUEST_BYTES
+        return await asyncio.to_thread(decode) if is_long else decode()
+
+    async def _look_up(self, sequence: Sequence) -> None:
+        """Find how much of a prompt Redis has, where that may be more than workers have in memory."""
+        blocks = sequence.restorable_blocks
+        if self._warmer.is_of_use and self._engine.known_blocks(blocks) < len(blocks):
+            sequence.num_stored_blocks = await self._catalogue.stored_prefix(blocks)
+
+    def _submit(self, sequence: Sequence, request_id: str, turn: Turn | None) -> Answer:
+        try:
+            answer = self._engine.submit(sequence, request_id)
+        except ContextExceeded as error:
+            if turn is None or not turn.session.num_turns:
+                raise
+            raise ContextExceeded(
+                f"session {turn.key.session_id!r} has {len(turn.session.token_ids)} tokens, and this turn adds "
+                f"{len(sequence.prompt_token_ids) - len(turn.session.token_ids)}: {error.message}, or begin a new session "
+                "with what matters of this one",
+                field="session_id",
+            ) from error
+        if sequence.state is SequenceState.WAITING:
+            self._warmer.make_way()
+        return answer
 
     def _accepted(self, served: _Served) -> inference_pb2.Accepted:
         sequence = served.answer.sequence
@@ -166,24 +232,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return delta, finish
 
 
-class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
-    def __init__(self, control: Control, engine: Engine) -> None:
-        self._control = control
-        self._engine = engine
-
-    @rpc.unary
-    async def GetStatus(  # noqa: N802
-        self, request: admin_pb2.GetStatusRequest, context: Any
-    ) -> admin_pb2.GetStatusResponse:
-        return self._control.status()
-
-    @rpc.unary
-    async def Explain(  # noqa: N802
-        self, request: admin_pb2.ExplainRequest, context: Any
-    ) -> admin_pb2.ExplainResponse:
-        return self._engine.stories.find(request.request_id).to_proto()
-
-
 def _finished(served: _Served, finish: FinishReason) -> inference_pb2.Finished:
     decode_s = served.last_token_at - served.first_token_at
     sequence, pipeline = served.answer.sequence, served.answer.pipeline
@@ -202,11 +250,24 @@ def _finished(served: _Served, finish: FinishReason) -> inference_pb2.Finished:
         pipeline_id=pipeline.pipeline_id,
         queue_ms=sequence.queue_s * 1e3,
         num_preemptions=sequence.num_preemptions,
+        cache=_cache_use(sequence),
+    )
+
+
+def _cache_use(sequence: Sequence) -> inference_pb2.CacheUse:
+    restored = sequence.restored
+    if restored is None or not restored.num_blocks:
+        return inference_pb2.CacheUse(is_exact=True)
+    return inference_pb2.CacheUse(
+        cached_tokens=restored.num_blocks * BLOCK_TOKENS,
+        from_redis_tokens=restored.num_from_redis * BLOCK_TOKENS,
+        codec=restored.codec,
+        is_exact=restored.is_exact,
     )
 
 
 async def drain(servicer: InferenceServicer, engine: Engine, drain_s: float) -> bool:
-    """Accept no more and wait for what runs, at most drain_s; True if everything ended."""
+    """Accept no more requests and wait for what runs, at most drain_s; True if everything ended."""
     servicer.is_draining = True
     deadline = time.monotonic() + drain_s
     while not engine.is_idle and time.monotonic() < deadline:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import tokenizers
 from tokenizers import AddedToken, Regex, models, pre_tokenizers
@@ -111,19 +111,29 @@ class Tokenizer:
             return [self._bos_id, *token_ids]
         return token_ids
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, opens_answer: bool = True) -> list[int]:
         """Return the ids of a conversation in the model's chat template; contents never become control tokens.
 
-        Raises InvalidRequest for messages that are no conversation, or that the template refuses.
+        opens_answer: end where the assistant's answer begins. Raises InvalidRequest for messages that are no conversation,
+        or that the template refuses.
         """
-        text = self._chat.render(messages)
+        return self._encode_rendered(messages, partial(self._chat.render, opens_answer=opens_answer))
+
+    def encode_turn(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Return the ids that go on from an answer without its stop token; raises InvalidRequest as encode_chat does."""
+        return self._encode_rendered(messages, self._chat.render_turn)
+
+    def _encode_rendered(
+        self, messages: Sequence[Mapping[str, str]], render: Callable[[Sequence[Mapping[str, str]]], str]
+    ) -> list[int]:
+        text = render(messages)
         guarded_messages = [{**message, "content": message["content"].translate(self._guard)} for message in messages]
         if guarded_messages == [dict(message) for message in messages]:
             return self._encode_parsed(text)
         # Contents hold characters that control tokens begin or end with. Rendered once more with stand-ins for those,
         # all control tokens are the template's own. If they are the same ones, the contents made none and the text is
         # taken as it is: a template may look for its own tags in contents, and must see them.
-        guarded = self._chat.render(guarded_messages)
+        guarded = render(guarded_messages)
         if self._control_pattern.findall(text) == self._control_pattern.findall(guarded):
             return self._encode_parsed(text)
         return self._encode_parsed(guarded, self._unguard)

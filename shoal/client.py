@@ -1,5 +1,5 @@
 """The SDK: `Client` and, for asyncio, `AsyncClient`; both with `generate`, `chat`, `stream`, `list_models`,
-`status`, `explain`.
+`status`, `explain`, `warm`, `sessions`, `delete_session`.
 
 Owns channels and the cancelling of calls that nobody reads any more. Requests and answers are built and folded in
 `shoal.generation`, errors rebuilt in `shoal.rpc`. Checks nothing that the server checks. Called by users and the CLI.
@@ -27,7 +27,16 @@ from shoal.generation import (
     Messages,
     Prompt,
     build_request,
+    build_warm_request,
     deadline_s,
+)
+from shoal.kept import (
+    DeletedSession,
+    SessionStatus,
+    Warmed,
+    deleted_from_proto,
+    sessions_from_proto,
+    warmed_from_proto,
 )
 from shoal.rpc import CHANNEL_OPTIONS, error_from_rpc
 from shoal.status import FleetStatus, ModelSummary, model_from_proto, status_from_proto
@@ -217,6 +226,32 @@ class Client:
         request = admin_pb2.ExplainRequest(request_id=request_id)
         return explanation_from_proto(self._call(self._admin.Explain, request))
 
+    def warm(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Messages | None = None,
+        tenant: str = "",
+        ttl_s: float = 0.0,
+        is_public: bool = False,
+    ) -> Warmed:
+        """Have the KV of a prompt, or of the beginning of a chat, computed ahead.
+
+        ttl_s: how long it is pinned in workers' memory. is_public: all tenants may use it, and can tell that it is there.
+        """
+        request = build_warm_request(prompt, messages, tenant, ttl_s, is_public=is_public)
+        return warmed_from_proto(self._call(self._admin.Warm, request))
+
+    def sessions(self, tenant: str = "") -> tuple[SessionStatus, ...]:
+        """The conversations of a tenant that are kept."""
+        request = admin_pb2.ListSessionsRequest(tenant=tenant)
+        return sessions_from_proto(self._call(self._admin.ListSessions, request))
+
+    def delete_session(self, session_id: str, tenant: str = "") -> DeletedSession:
+        """Delete a conversation, and its KV that no other one shares. Raises SessionNotFound, SessionBusy."""
+        request = admin_pb2.DeleteSessionRequest(tenant=tenant, session_id=session_id)
+        return deleted_from_proto(self._call(self._admin.DeleteSession, request))
+
     def _call(self, method: Callable[..., Response], request: object) -> Response:
         with _errors_of(self._address):
             return method(request, timeout=self._timeout_s)
@@ -285,6 +320,35 @@ class AsyncClient:
         """Why a recent request ran where and when it did; empty: the newest. Raises RequestNotFound."""
         method = admin_pb2_grpc.AdminServiceStub(self._open()).Explain
         return explanation_from_proto(await self._call(method, admin_pb2.ExplainRequest(request_id=request_id)))
+
+    async def warm(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Messages | None = None,
+        tenant: str = "",
+        ttl_s: float = 0.0,
+        is_public: bool = False,
+    ) -> Warmed:
+        """Have the KV of a prompt, or of the beginning of a chat, computed ahead.
+
+        ttl_s: how long it is pinned in workers' memory. is_public: all tenants may use it, and can tell that it is there.
+        """
+        request = build_warm_request(prompt, messages, tenant, ttl_s, is_public=is_public)
+        method = admin_pb2_grpc.AdminServiceStub(self._open()).Warm
+        return warmed_from_proto(await self._call(method, request))
+
+    async def sessions(self, tenant: str = "") -> tuple[SessionStatus, ...]:
+        """The conversations of a tenant that are kept."""
+        request = admin_pb2.ListSessionsRequest(tenant=tenant)
+        method = admin_pb2_grpc.AdminServiceStub(self._open()).ListSessions
+        return sessions_from_proto(await self._call(method, request))
+
+    async def delete_session(self, session_id: str, tenant: str = "") -> DeletedSession:
+        """Delete a conversation, and its KV that no other one shares. Raises SessionNotFound, SessionBusy."""
+        request = admin_pb2.DeleteSessionRequest(tenant=tenant, session_id=session_id)
+        method = admin_pb2_grpc.AdminServiceStub(self._open()).DeleteSession
+        return deleted_from_proto(await self._call(method, request))
 
     async def _call(self, method: Callable[..., Any], request: object) -> Any:
         with _errors_of(self._address):

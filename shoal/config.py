@@ -119,6 +119,19 @@ class OrchestratorConfig:
         metadata=_help("Milliseconds between tokens that class balanced aims at.", above=0, at_most=MAX_TARGET_MS),
     )
     chunk_tokens: int = field(default=64, metadata=_help("Most prompt tokens in one step.", at_least=8, at_most=4096))
+    redis_url: str = field(
+        default="",
+        # It may have a password: not shown where the configuration is.
+        repr=False,
+        metadata=_help(
+            "Redis that keeps KV and sessions, as unix://PATH, redis:// or rediss://HOST:PORT/DB; empty: none."
+        ),
+    )
+
+    session_ttl_s: float = field(
+        default=7 * 86400.0,
+        metadata=_help("Seconds until a session that nobody uses is deleted.", above=0, at_most=10 * 365 * 86400.0),
+    )
 
     def __post_init__(self) -> None:
         _check_ranges(self)
@@ -152,6 +165,17 @@ class WorkerConfig:
     )
     use_sockets: bool = field(
         default=True, metadata=_help("Plain sockets for activations where both ends have them; else gRPC alone.")
+    )
+    kv_trace: str = field(
+        default="", metadata=_help("File to add what happens to each KV block to, a JSON object a line; empty: none.")
+    )
+    redis_url: str = field(
+        default="",
+        # It may have a password: not shown where the configuration is.
+        repr=False,
+        metadata=_help(
+            "Redis that keeps KV and sessions, as unix://PATH, redis:// or rediss://HOST:PORT/DB; empty: none."
+        ),
     )
 
     def __post_init__(self) -> None:

@@ -137,6 +137,32 @@ class RequestCancelled(ShoalError):
     reason = "CANCELLED"
 
 
+class SessionBusy(ShoalError):
+    """A turn of this session is still being answered; one comes after the other."""
+
+    reason = "SESSION_BUSY"
+    is_retryable = True
+
+
+class SessionUnavailable(ShoalError):
+    """Where sessions are kept cannot be reached now, so a conversation cannot be told from a new one."""
+
+    reason = "SESSION_UNAVAILABLE"
+    is_retryable = True
+
+
+class SessionNotFound(ShoalError):
+    """No session of that id is kept (any more)."""
+
+    reason = "SESSION_NOT_FOUND"
+
+
+class TooManySessions(ShoalError):
+    """As many sessions are kept as may be; deleting one makes room."""
+
+    reason = "TOO_MANY_SESSIONS"
+
+
 class ConfigError(ShoalError):
     """An option, profile or environment value is wrong."""
 
@@ -176,6 +202,10 @@ STATUS_OF_REASON = {
     DeadlineUnmeetable.reason: "RESOURCE_EXHAUSTED",
     RequestNotFound.reason: "NOT_FOUND",
     RequestCancelled.reason: "CANCELLED",
+    SessionBusy.reason: "ABORTED",
+    SessionUnavailable.reason: "UNAVAILABLE",
+    SessionNotFound.reason: "NOT_FOUND",
+    TooManySessions.reason: "RESOURCE_EXHAUSTED",
     ConfigError.reason: "FAILED_PRECONDITION",
     LaunchFailed.reason: "FAILED_PRECONDITION",
     ConnectionFailed.reason: "UNAVAILABLE",

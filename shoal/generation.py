@@ -7,17 +7,20 @@ synchronous and the asyncio client. Does no I/O and knows no channel. Called by 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 from numbers import Integral, Real
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, TypeVar
 
 from shoal.errors import InvalidRequest, ProtocolMismatch
-from shoal.rpc import finish_from_proto, layers_from_proto, qos_to_proto
-from shoal.types import FinishReason, LayerRange, QosClass
-from shoal.v1 import inference_pb2, types_pb2
+from shoal.kept import CacheUse, cache_use_from_proto
+from shoal.rpc import finish_from_proto, kv_reuse_to_proto, layers_from_proto, qos_to_proto
+from shoal.types import FinishReason, KVReuse, LayerRange, QosClass
+from shoal.v1 import admin_pb2, inference_pb2, types_pb2
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, str]]
+E = TypeVar("E", bound=Enum)
 # A year; gRPC takes no time that is much longer.
 MAX_DEADLINE_S = 3.2e7
 
@@ -26,7 +29,8 @@ class GenerateOptions(TypedDict, total=False):
     """How to answer; what is left out takes the server's default (see proto/shoal/v1/inference.proto).
 
     deadline_s: the most that the whole answer may take, from now; the server refuses at once what cannot make it. The
-    client's own timeout_s holds where it is left out.
+    client's own timeout_s holds where it is left out. session_id: a conversation that the server keeps: prompt or messages
+    are its next turn alone. kv_reuse: which stored KV the answer may use; "none": nor is any of its own stored.
     """
 
     model: str
@@ -50,6 +54,8 @@ class GenerateOptions(TypedDict, total=False):
     ttft_target_ms: float
     inter_token_target_ms: float
     deadline_s: float
+    session_id: str
+    kv_reuse: KVReuse | Literal["policy", "exact", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +92,7 @@ class Generation:
 
     ttft_ms: from acceptance to the first token, by the server's clock. tokens_per_s: after the first token. Both are 0,
     and pipeline is empty, if the client itself cancelled. queue_ms: time without a slot. num_preemptions: how often more
-    urgent requests took its place; its text is the same.
+    urgent requests took its place; its text is the same. cache: what of the prompt did not have to be computed.
     """
 
     text: str
@@ -104,6 +110,7 @@ class Generation:
     pipeline_id: str = ""
     queue_ms: float = 0.0
     num_preemptions: int = 0
+    cache: CacheUse = field(default_factory=CacheUse)
 
 
 class Answer:
@@ -173,6 +180,7 @@ class Answer:
             pipeline_id=finished.pipeline_id,
             queue_ms=finished.queue_ms,
             num_preemptions=finished.num_preemptions,
+            cache=cache_use_from_proto(finished.cache),
         )
 
 
@@ -202,13 +210,26 @@ def build_request(
         stop=_stop(options.get("stop", ())),
         ignore_eos=bool(options.get("ignore_eos", False)),
         tenant=_text("tenant", options.get("tenant", "")),
+        session_id=_text("session_id", options.get("session_id", "")),
     )
     if "qos_class" in options:
-        request.qos_class = qos_to_proto(_qos(options["qos_class"]))
+        request.qos_class = qos_to_proto(_choice(QosClass, "qos_class", options["qos_class"]))
+    if "kv_reuse" in options:
+        request.kv_reuse = kv_reuse_to_proto(_choice(KVReuse, "kv_reuse", options["kv_reuse"]))
     _set_input(request, prompt, messages)
     for name in ("max_tokens", "max_tokens_per_s", "ttft_target_ms", "inter_token_target_ms"):
         _set_number(request, name, options.get(name), "")
     _set_sampling(request.sampling, options)
+    return request
+
+
+def build_warm_request(
+    prompt: Prompt | None, messages: Messages | None, tenant: str, ttl_s: float, *, is_public: bool
+) -> admin_pb2.WarmRequest:
+    """Make the message that has a prompt computed ahead; raises as build_request does."""
+    request = admin_pb2.WarmRequest(tenant=_text("tenant", tenant), is_public=is_public)
+    _set_number(request, "ttl_s", ttl_s, "")
+    _set_input(request, prompt, messages)
     return request
 
 
@@ -223,7 +244,9 @@ def deadline_s(options: GenerateOptions, otherwise: float | None) -> float | Non
     return float(seconds)
 
 
-def _set_input(request: inference_pb2.GenerateRequest, prompt: Prompt | None, messages: Messages | None) -> None:
+def _set_input(
+    request: inference_pb2.GenerateRequest | admin_pb2.WarmRequest, prompt: Prompt | None, messages: Messages | None
+) -> None:
     if (prompt is None) == (messages is None):
         raise TypeError("give either a prompt or messages")
     if isinstance(prompt, str):
@@ -296,11 +319,11 @@ def _stop(stop: str | Sequence[str]) -> list[str]:
     return [_text("stop", entry) for entry in ([stop] if isinstance(stop, str) else stop)]
 
 
-def _qos(qos: QosClass | str) -> QosClass:
-    if isinstance(qos, QosClass):
-        return qos
+def _choice(kind: type[E], name: str, value: object) -> E:
+    if isinstance(value, kind):
+        return value
     try:
-        return QosClass(_text("qos_class", qos))
+        return kind(_text(name, value))
     except ValueError:
-        names = ", ".join(known.value for known in QosClass)
-        raise InvalidRequest("qos_class", f"{qos!r} is none of: {names}") from None
+        names = ", ".join(known.value for known in kind)
+        raise InvalidRequest(name, f"{value!r} is none of: {names}") from None

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.core import fleet, sequence
+from shoal import breaker
 from worker import lifecycle
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +38,7 @@ def actual_table(transitions: dict[Enum, frozenset[Enum]]) -> dict[str, set[str]
         ("orchestrator/core/sequence.py", sequence.TRANSITIONS),
         ("orchestrator/core/fleet.py", fleet.TRANSITIONS),
         ("worker/lifecycle.py", lifecycle.TRANSITIONS),
+        ("shoal/breaker.py", breaker.TRANSITIONS),
     ],
 )
 def test_a_state_table_is_documented_as_it_is(path: str, transitions: dict[Enum, frozenset[Enum]]) -> None:

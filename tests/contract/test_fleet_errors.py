@@ -247,6 +247,10 @@ BAD_HELLOS: dict[str, tuple[str, dict[str, Any]]] = {
     "a long name": ("hello.worker_id", {"worker_id": "x" * 65}),
     "an old runtime": ("hello.runtime", {"runtime": fleet_pb2.RuntimeSummary(name="onnxruntime", version="1.31.9")}),
     "another runtime": ("hello.runtime", {"runtime": fleet_pb2.RuntimeSummary(name="llama.cpp", version="9.9")}),
+    "more memory for blocks than there is": (
+        "hello.profile",
+        {"profile": fleet_pb2.DeviceProfile(memory_bytes=1 << 20, speed=1.0, max_batch=4, host_kv_bytes=1 << 20)},
+    ),
     "no memory": ("hello.profile", {"profile": fleet_pb2.DeviceProfile(speed=1.0, max_batch=4)}),
     "a time that is none": (
         "hello.profile",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -79,6 +80,29 @@ async def test_frames_between_stages_are_relayed_in_order(bench: HubBench, sende
     assert bench.frames.empty()
 
 
+def of_kind(to_stage: int = -1, **body: Any) -> flow_pb2.Frame:
+    return flow_pb2.Frame(pipeline_id="p1", epoch=1, to_stage=to_stage, **body)
+
+
+@both
+async def test_what_stages_keep_is_told_from_stage_to_stage_and_by_the_last_one(bench: HubBench, kind: str) -> None:
+    bench.hub.routes = {P1: (W0, W1)}
+    first, last = await bench.join(kind, W0), await bench.join(kind, W1)
+    relayed = [
+        of_kind(1, restore=flow_pb2.Restore(sequence_id=1)),
+        of_kind(1, prefetch=flow_pb2.Prefetch(timeout_ms=1)),
+        of_kind(1, keep_blocks=flow_pb2.KeepBlocks(ttl_s=1)),
+        of_kind(1, forget_blocks=flow_pb2.ForgetBlocks(block_hashes=[b"x" * 32])),
+    ]
+    restored = of_kind(restored=flow_pb2.Restored(sequence_id=1))
+
+    await first.send(*relayed)
+    assert [await last.receive() for _ in relayed] == relayed
+    await last.send(restored)
+
+    assert await bench.next_frame() == restored
+
+
 def forged_frames() -> dict[str, flow_pb2.Frame]:
     """What only another stage may send: W1 is the second of three."""
     return {
@@ -86,6 +110,13 @@ def forged_frames() -> dict[str, flow_pb2.Frame]:
         "the next step of a burst": make_frame(1, to_stage=0),
         "a step for the stage after another": make_frame(1, to_stage=1),
         "a cancel for the first": flow_pb2.Frame(pipeline_id="p1", epoch=1, to_stage=0, cancel=flow_pb2.Cancel()),
+        "a report of what was restored": of_kind(restored=flow_pb2.Restored(sequence_id=1)),
+        "a report of what was restored to a stage": of_kind(2, restored=flow_pb2.Restored(sequence_id=1)),
+        "a restore to the orchestrator": of_kind(restore=flow_pb2.Restore(sequence_id=1)),
+        "blocks to forget for the first": of_kind(0, forget_blocks=flow_pb2.ForgetBlocks()),
+        "blocks to keep for the first": of_kind(0, keep_blocks=flow_pb2.KeepBlocks()),
+        "blocks to fetch for the first": of_kind(0, prefetch=flow_pb2.Prefetch()),
+        "nothing": of_kind(),
     }
 
 

@@ -186,5 +186,5 @@ class AnyCalls(RuleBasedStateMachine):
         self.tier.check_invariants()
 
 
-AnyCalls.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+AnyCalls.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestAnyCalls = AnyCalls.TestCase

@@ -68,3 +68,17 @@ def test_the_template_adds_its_own_system_message(tokenizer: Tokenizer) -> None:
 def test_an_answer_ends_at_the_models_two_ends(tokenizer: Tokenizer) -> None:
     assert tokenizer.stop_ids == {0, 2}
     assert tokenizer.vocab_size == 49152
+
+
+def test_a_session_has_the_ids_of_the_whole_conversation(tokenizer: Tokenizer) -> None:
+    turns = [("Why is the sky blue?", "Because of <scattering>."), ("And at dusk?", " Red.\n")]
+    messages: list[dict[str, str]] = []
+    session: list[int] = []
+    for question, answer in turns:
+        new = {"role": "user", "content": question}
+        session += tokenizer.encode_turn([new]) if session else tokenizer.encode_chat([new])
+        session += tokenizer.encode(answer, add_special=False)
+        messages += [new, {"role": "assistant", "content": answer}]
+
+    last = {"role": "user", "content": "Thanks"}
+    assert session + tokenizer.encode_turn([last]) == tokenizer.encode_chat([*messages, last])

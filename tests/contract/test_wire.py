@@ -27,6 +27,8 @@ from shoal.v1 import flow_pb2, types_pb2
 
 HIDDEN = np.array([[0.0, -1.5, 3.25], [1e-3, -0.0, 65536.0]], np.float32)  # [T, E]
 
+RESTORED = flow_pb2.RestoredBlocks(num_blocks=2, num_from_redis=1, codec="int8", is_exact=False)
+
 FRAMES = {
     "link_hello": flow_pb2.Frame(
         link_hello=flow_pb2.LinkHello(
@@ -105,6 +107,44 @@ FRAMES = {
         to_stage=-1,
         step_failed=flow_pb2.StepFailed(step=8, stage=1, reason="INTERNAL", message="é"),
     ),
+    "restore": flow_pb2.Frame(
+        pipeline_id="p1",
+        epoch=1,
+        to_stage=1,
+        restore=flow_pb2.Restore(
+            sequence_id=9,
+            slot=2,
+            block_hashes=[b"\x01\xff", b"\x02"],
+            is_exact_only=True,
+            fetch_timeout_ms=12.5,
+            restored=RESTORED,
+        ),
+    ),
+    "restored": flow_pb2.Frame(
+        pipeline_id="p1", epoch=1, to_stage=-1, restored=flow_pb2.Restored(sequence_id=9, restored=RESTORED)
+    ),
+    "prefetch": flow_pb2.Frame(
+        pipeline_id="p1", epoch=1, to_stage=0, prefetch=flow_pb2.Prefetch(block_hashes=[b"\x01"], timeout_ms=0.5)
+    ),
+    "keep_blocks": flow_pb2.Frame(
+        pipeline_id="p1", epoch=1, to_stage=0, keep_blocks=flow_pb2.KeepBlocks(block_hashes=[b"\x01"], ttl_s=60.0)
+    ),
+    "forget_blocks": flow_pb2.Frame(
+        pipeline_id="p1", epoch=1, to_stage=0, forget_blocks=flow_pb2.ForgetBlocks(block_hashes=[b"\x01", b"\x02"])
+    ),
+    "step_with_names": flow_pb2.Frame(
+        pipeline_id="p1",
+        epoch=1,
+        to_stage=0,
+        step=flow_pb2.Step(
+            step=1,
+            rows=[
+                flow_pb2.StepRow(
+                    sequence_id=9, start=flow_pb2.SequenceStart(block_hashes=[b"\x01", b"\x02"], is_kv_exact=True)
+                )
+            ],
+        ),
+    ),
 }
 
 GOLDEN = {
@@ -121,6 +161,12 @@ GOLDEN = {
     "step_result": ("2b0000000a0270311001180132210808121808091005188a02220f0d000000bf1208088a0215000000bf1804220105"),
     "cancel": "0e0000000a02703110013a060a0408091002",
     "step_failed": "1c0000000a027031100118014212080810011a08494e5445524e414c2202c3a9",
+    "restore": "2c0000000a027031100118024a22080910021a0201ff1a01022001290000000000002940320a080210011a04696e7438",
+    "restored": "180000000a02703110011801520e0809120a080210011a04696e7438",
+    "prefetch": "140000000a02703110015a0c0a010111000000000000e03f",
+    "keep_blocks": "140000000a0270311001620c0a0101110000000000004e40",
+    "forget_blocks": "0e0000000a02703110016a060a01010a0102",
+    "step_with_names": "180000000a02703110012a100801120c080932082201012201022801",
 }
 GOLDEN_ACTIVATIONS = "000000000000c0bf000050406f12833a0000008000008047"
 # A field that a later version knows, number 15 of wire type 0, before the epoch.

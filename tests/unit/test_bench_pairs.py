@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.bench.figures import Figure, from_pairs
-from tests.bench.pairs import Load, Pair, PairSet, Plan, Run, collect
+from tests.bench.pairs import MAX_FLEET_BUSY_CORES, Load, Pair, PairSet, Plan, Run, collect
 from tests.bench.report import Report, to_fields, to_markdown
 
 
@@ -34,6 +34,19 @@ def test_a_pair_does_not_count_if_a_baseline_had_company(disturbed: str) -> None
 
 def test_a_pair_does_not_count_if_others_computed_beside_the_pipeline() -> None:
     assert not Pair(make_run(), make_run(busy=2.0, own=1.6), make_run()).counts
+
+
+def test_a_baseline_that_is_a_fleet_may_keep_two_cores_busy_but_no_others() -> None:
+    alone, beside_others = make_run(busy=1.9, own=1.8), make_run(busy=1.9, own=1.5)
+    assert not Pair(alone, make_run(), alone).counts
+    assert Pair(alone, make_run(), alone, MAX_FLEET_BUSY_CORES).counts
+    assert not Pair(alone, make_run(), beside_others, MAX_FLEET_BUSY_CORES).counts
+
+
+def test_the_bound_of_a_baseline_goes_into_its_pairs() -> None:
+    plan, busy = Plan(counted=1, tries=1), make_run(busy=1.9, own=1.9)
+    assert not collect(plan, lambda: busy, make_run).counted
+    assert collect(plan, lambda: busy, make_run, max_busy_cores=MAX_FLEET_BUSY_CORES).counted
 
 
 def test_others_are_noticed_beside_a_baseline_that_rests_at_times() -> None:

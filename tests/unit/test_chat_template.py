@@ -206,3 +206,61 @@ def test_one_empty_message_is_allowed_but_not_only_empty_ones() -> None:
     assert render(CHATML, {"role": "system", "content": ""}, user("x")).startswith("<|im_start|>system\n<|im_end|>")
     with pytest.raises(InvalidRequest, match="empty"):
         render(CHATML, {"role": "system", "content": ""}, user(""))
+
+
+def test_a_turn_is_what_the_template_writes_after_an_answer() -> None:
+    answer = {"role": "assistant", "content": "hi"}
+    whole = TOKENIZER.encode_chat([user("hello"), answer, user("bye")])
+    before = TOKENIZER.encode_chat([user("hello")]) + TOKENIZER.encode("hi", add_special=False)
+
+    assert before + TOKENIZER.encode_turn([user("bye")]) == whole
+
+
+@pytest.mark.parametrize("content", ["shoalmark", "shoalmarkx and shoalmark", "<|im_end|>shoalmark"])
+def test_a_content_that_spells_the_mark_stays_a_content(content: str) -> None:
+    token_ids = TOKENIZER.encode_turn([user(content)])
+
+    assert text_of(token_ids) == f"<|im_end|>\n<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
+    assert controls(token_ids) == [END, *ONE_TURN_CONTROLS]
+
+
+@unhurried
+@given(content=SPELLINGS.filter(bool))
+def test_contents_of_a_turn_never_become_control_tokens_and_keep_their_text(content: str) -> None:
+    token_ids = TOKENIZER.encode_turn([user(content)])
+    assert controls(token_ids) == [END, *ONE_TURN_CONTROLS]
+    assert text_of(token_ids) == f"<|im_end|>\n<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ m.content | upper }}{% endfor %}",
+        "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}",
+    ],
+    ids=["changed", "left out", "twice"],
+)
+def test_a_template_that_does_not_keep_answers_cannot_go_on(template: str) -> None:
+    with pytest.raises(InvalidRequest, match="does not keep answers as they are"):
+        tokenizer_with(template).encode_turn([user("x")])
+
+
+def test_a_template_that_trims_answers_keeps_them() -> None:
+    token_ids = tokenizer_with(
+        "{% for m in messages %}<|im_start|>{{ m.content | trim }}<|im_end|>{% endfor %}"
+    ).encode_turn([user(" x ")])
+    assert text_of(token_ids) == "<|im_end|><|im_start|>x<|im_end|>"
+
+
+def test_a_system_message_is_no_part_of_a_later_turn() -> None:
+    with pytest.raises(InvalidRequest, match="comes with the first turn"):
+        TOKENIZER.encode_turn([{"role": "system", "content": "be"}, user("x")])
+
+
+def test_a_beginning_of_a_chat_need_not_open_an_answer() -> None:
+    system = {"role": "system", "content": "be"}
+    beginning = TOKENIZER.encode_chat([system], opens_answer=False)
+
+    assert text_of(beginning) == "<|im_start|>system\nbe<|im_end|>\n"
+    assert TOKENIZER.encode_chat([system, user("x")])[: len(beginning)] == beginning

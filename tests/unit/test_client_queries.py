@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from shoal import AsyncClient, Client
-from shoal.types import LayerRange, QosClass
-from shoal.v1 import admin_pb2, fleet_pb2, types_pb2
+from shoal.errors import InvalidRequest, SessionNotFound
+from shoal.kept import CacheUse, DeletedSession, SessionStatus, Warmed
+from shoal.types import KVReuse, LayerRange, QosClass
+from shoal.v1 import admin_pb2, fleet_pb2, inference_pb2, types_pb2
+from tests.support.fake_server import accepted, finished
 from tests.unit.conftest import Serve
 
 
@@ -86,3 +91,67 @@ def test_a_status_before_the_first_placement_has_neither(serve: Serve) -> None:
         None,
         None,
     )
+
+
+def test_a_request_names_its_session_and_what_it_wants_reused(serve: Serve) -> None:
+    server = serve()
+    with Client(server.address) as client:
+        client.generate("hi", session_id="talk", kv_reuse="exact")
+        client.generate("hi", kv_reuse=KVReuse.NONE)
+
+    first, second = server.orchestrator.requests
+    assert (first.session_id, first.kv_reuse) == ("talk", inference_pb2.KV_REUSE_EXACT)
+    assert (second.session_id, second.kv_reuse) == ("", inference_pb2.KV_REUSE_NONE)
+
+
+def test_a_way_of_reuse_that_there_is_not_is_refused_before_it_is_sent(serve: Serve) -> None:
+    with Client(serve().address) as client, pytest.raises(InvalidRequest, match="none of: policy, exact, none"):
+        client.generate("hi", kv_reuse="all")  # type: ignore[arg-type]
+
+
+def test_an_answer_says_what_was_reused(serve: Serve) -> None:
+    use = inference_pb2.CacheUse(cached_tokens=512, from_redis_tokens=64, codec="int8", is_exact=False)
+    with Client(serve([accepted(), finished(cache=use)]).address) as client:
+        assert client.generate("hi").cache == CacheUse(512, 64, "int8", is_exact=False)
+
+
+def test_an_answer_of_a_server_that_says_nothing_of_reuse_was_computed(serve: Serve) -> None:
+    with Client(serve().address) as client:
+        assert client.generate("hi").cache == CacheUse(0, 0, "", is_exact=True)
+
+
+SESSION = SessionStatus("talk", 3, 530, 512, 90.0, 600_000.0)
+
+
+def test_prompts_are_warmed(serve: Serve) -> None:
+    server = serve()
+    with Client(server.address) as client:
+        assert client.warm("hi", tenant="gold", ttl_s=5, is_public=True) == Warmed(530, 512, 64)
+        client.warm(messages=[{"role": "system", "content": "be"}])
+        client.warm([1, 2])
+
+    text, chat, tokens = server.orchestrator.warmed
+    assert (text.prompt, text.tenant, text.ttl_s, text.is_public) == ("hi", "gold", 5.0, True)
+    assert [(message.role, message.content) for message in chat.chat.messages] == [("system", "be")]
+    assert list(tokens.tokens.token_ids) == [1, 2]
+
+
+def test_sessions_are_listed_and_deleted(serve: Serve) -> None:
+    server = serve()
+    with Client(server.address) as client:
+        assert client.sessions("gold") == (SESSION,)
+        assert client.delete_session("talk", "gold") == DeletedSession(7, 1)
+        server.orchestrator.sessions.clear()
+        with pytest.raises(SessionNotFound):
+            client.delete_session("talk")
+
+    assert server.orchestrator.listed[0].tenant == "gold"
+    assert [(one.session_id, one.tenant) for one in server.orchestrator.deleted] == [("talk", "gold"), ("talk", "")]
+
+
+async def test_the_async_client_warms_lists_and_deletes(serve: Serve) -> None:
+    server = serve()
+    async with AsyncClient(server.address) as client:
+        assert await client.warm("hi") == Warmed(530, 512, 64)
+        assert await client.sessions() == (SESSION,)
+        assert await client.delete_session("talk") == DeletedSession(7, 1)

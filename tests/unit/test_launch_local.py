@@ -16,7 +16,7 @@ from launch.local import Child, LocalFleet, to_flags, to_toml
 from launch.profiles import SHIPPED, load_profile
 from shoal.config import Config, OrchestratorConfig, WorkerConfig
 from shoal.errors import ConfigError, LaunchFailed
-from shoal.types import BatteryModel, DeviceLimits, DeviceMode, DeviceProfile, LinkProfile, ThermalModel
+from shoal.types import BatteryModel, DeviceLimits, DeviceMode, DeviceProfile, KVPolicy, LinkProfile, ThermalModel
 
 SOME_PROFILE = DeviceProfile(
     name='old "phone"',
@@ -42,6 +42,8 @@ SOME_PROFILE = DeviceProfile(
         steps_per_s=(0.0, 8.0, 4.0, 0.5),
     ),
     thermal=ThermalModel(ambient_c=30.0, heat_c_per_s=0.5, cooling_per_s=0.02),
+    host_kv_bytes=5 * 2**20,
+    kv_policy=KVPolicy.COMPACT,
     battery=BatteryModel(capacity_wh=15.0, start_percent=80.0, active_w=4.0, idle_w=0.8),
 )
 
@@ -168,10 +170,11 @@ def test_a_fleet_can_start_where_another_of_the_home_has_stopped(
 @pytest.mark.parametrize(
     "config", [OrchestratorConfig(use_sockets=False, split="12,18"), WorkerConfig(worker_id="a b")]
 )
-def test_flags_say_all_of_a_configuration(config: Config) -> None:
-    flags = to_flags(config)
+def test_flags_say_all_of_a_configuration_but_its_secret(config: Config) -> None:
+    flags = to_flags(replace(config, redis_url="redis://:password@host"))
 
-    assert len(flags) == len(type(config).__dataclass_fields__)
+    assert len(flags) == len(type(config).__dataclass_fields__) - 1
+    assert not [flag for flag in flags if "redis" in flag]
     assert "--no-use-sockets" in flags or "--use-sockets" in flags
     assert "--split=12,18" in flags or "--worker-id=a b" in flags
 

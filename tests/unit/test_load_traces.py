@@ -127,7 +127,7 @@ class TestWhatIsRefused:
             parse_trace(["# block_tokens = 8", ""], "t")
 
     def test_an_unknown_name_is_told_what_there_is(self) -> None:
-        with pytest.raises(ConfigError, match="no trace 'big'; shipped are small"):
+        with pytest.raises(ConfigError, match="no trace 'big'; shipped are chats, small"):
             read_trace("big")
 
 
@@ -207,7 +207,7 @@ class TestMooncake:
 
 class TestMaking:
     def test_the_shipped_trace_is_what_its_first_lines_say(self) -> None:
-        assert SHIPPED.names() == ("small",)
+        assert SHIPPED.names() == ("chats", "small")
         text = files("loadtest").joinpath("data", "small.jsonl").read_text(encoding="utf-8")
         made = make_trace(7, num_conversations=24, rate_per_s=0.5, max_turns=4, block_tokens=8, max_input_tokens=256)
         assert format_trace(made) == text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -249,3 +250,18 @@ def test_with_memory_to_spare_no_cut_has_a_faster_slowest_stage(
     speed_of = {worker_id: profile.speed for worker_id, profile in workers}
     cuts = [(speed_of[stage.worker_id], stage.layers.start, stage.layers.stop) for stage in placement.stages]
     assert slowest(model, cuts) == brute_force(model, speeds)
+
+
+def test_memory_for_kept_kv_is_left_free() -> None:
+    model = make_model()
+    keeping = replace(make_profile(memory_bytes=800 * MIB), host_kv_bytes=100 * MIB)
+    smaller = make_profile(memory_bytes=700 * MIB)
+
+    assert place(model, make_workers(keeping), num_slots=64) == place(model, make_workers(smaller), num_slots=64)
+
+
+def test_a_device_whose_kept_kv_leaves_too_little_is_told_what_is_left() -> None:
+    keeping = replace(make_profile(memory_bytes=500 * MIB), host_kv_bytes=400 * MIB)
+
+    with pytest.raises(PlacementImpossible, match=f"has {100 * MIB} bytes"):
+        place(make_model(), make_workers(keeping), num_slots=1)

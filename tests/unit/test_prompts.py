@@ -51,6 +51,9 @@ def test_a_prompt_takes_about_as_long_as_predicted(
     prompt = make_sequence(99, num_prompt=600, max_tokens=4, stop_ids=frozenset())
     predicted_s = pipeline.scheduler.predict(600, prompt.qos, 5.0).first_token_s
     pipeline.submit(prompt, 5.0)
-    pipeline.run(100.0)
+    for second in range(6, 100):
+        pipeline.run(float(second))
+        if prompt.first_token_at is not None:
+            break
     assert prompt.first_token_at is not None
     assert 0.5 < predicted_s / (prompt.first_token_at - 5.0) < 2.0

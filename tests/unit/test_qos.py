@@ -46,6 +46,7 @@ class Line:
         assert sequence is not None
         self.queue.discard(sequence)
         self.ledger.charge(sequence)
+        self.ledger.charge_prompt(sequence)
         sequence.begin_run(RunId(sequence.sequence_id), SlotId(0), 0.0)
         return sequence
 

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 
 from modelstore.manifest import BlobEntry, Manifest, ModelConfig
+from orchestrator.block_names import BlockNames
 from orchestrator.core.qos import LATENCY_TARGETS
 from orchestrator.core.sequence import QosTargets, Sequence
-from orchestrator.requests import DecodedRequest, RequestDecoder
+from orchestrator.requests import DecodedRequest, RequestDecoder, session_id_of, warm_ttl_s
 from orchestrator.tokenizer import Tokenizer
 from shoal.config import MAX_TARGET_MS
 from shoal.errors import InvalidRequest
-from shoal.types import NumericClass, QosClass, SequenceId
-from shoal.v1 import inference_pb2, types_pb2
+from shoal.types import KVReuse, NumericClass, QosClass, SequenceId
+from shoal.v1 import admin_pb2, inference_pb2, types_pb2
 from tests.support.vocabulary import make_tokenizer_data
 
 BALANCED = QosTargets(ttft_s=2.0, inter_token_s=0.1)
@@ -43,15 +44,22 @@ def make_manifest() -> Manifest:
 
 MANIFEST = make_manifest()
 TOKENIZER = Tokenizer(MANIFEST.tokenizer)
+NAMES = BlockNames("ab" * 32, b"s" * 32)
 
 
 def decode(
-    *, default_qos: QosClass = QosClass.BALANCED, time_left_s: float | None = None, **fields: Any
+    *,
+    default_qos: QosClass = QosClass.BALANCED,
+    time_left_s: float | None = None,
+    history: tuple[int, ...] = (),
+    **fields: Any,
 ) -> DecodedRequest:
     """Decode a request that arrives at 100.0."""
     request = inference_pb2.GenerateRequest(**{"prompt": "hello", **fields})
-    decoder = RequestDecoder(MANIFEST, TOKENIZER, default_qos, BALANCED)
-    return decoder.decode(request, sequence_id=SequenceId(5), seed=77, now=100.0, time_left_s=time_left_s)
+    decoder = RequestDecoder(MANIFEST, TOKENIZER, NAMES, default_qos, BALANCED)
+    return decoder.decode(
+        request, sequence_id=SequenceId(5), seed=77, now=100.0, time_left_s=time_left_s, history=history
+    )
 
 
 def sequence_of(**options: Any) -> Sequence:
@@ -156,3 +164,65 @@ def test_a_tenant_of_the_longest_name_is_taken() -> None:
 @pytest.mark.parametrize("rate", [0.0, 1.0, 1000.0])
 def test_paces_at_the_ends_of_the_range_are_taken(rate: float) -> None:
     assert sequence_of(max_tokens_per_s=rate).max_tokens_per_s == rate
+
+
+def chat(*messages: tuple[str, str]) -> inference_pb2.ChatInput:
+    return inference_pb2.ChatInput(
+        messages=[inference_pb2.ChatMessage(role=role, content=content) for role, content in messages]
+    )
+
+
+def test_the_blocks_of_a_prompt_are_named_within_its_tenant() -> None:
+    tokens = inference_pb2.TokenInput(token_ids=[5] * 130)
+
+    sequence = sequence_of(prompt=None, tokens=tokens, tenant="gold")
+
+    assert sequence.block_hashes == NAMES.names("gold", [5] * 130)
+    assert (len(sequence.block_hashes), sequence.kv_reuse) == (2, KVReuse.POLICY)
+
+
+def test_a_request_that_wants_nothing_reused_has_no_named_blocks() -> None:
+    tokens = inference_pb2.TokenInput(token_ids=[5] * 130)
+
+    sequence = sequence_of(prompt=None, tokens=tokens, kv_reuse=inference_pb2.KV_REUSE_NONE)
+
+    assert (sequence.block_hashes, sequence.kv_reuse) == ((), KVReuse.NONE)
+
+
+def test_a_turn_follows_what_was_said_before() -> None:
+    sequence = sequence_of(history=(5,) * 70)
+
+    assert sequence.prompt_token_ids == (5,) * 70 + tuple(TOKENIZER.encode("hello", add_special=False))
+    assert sequence.block_hashes == NAMES.names("default", (5,) * 70)
+
+
+def test_a_later_turn_of_a_chat_ends_the_answer_before_it() -> None:
+    sequence = sequence_of(prompt=None, chat=chat(("user", "bye")), history=(5, 6))
+
+    pasted = "<|im_end|>\n<|im_start|>user\nbye<|im_end|>\n<|im_start|>assistant\n"
+    assert sequence.prompt_token_ids == (5, 6, *TOKENIZER.encode(pasted, add_special=False))
+
+
+def test_a_prompt_to_be_warmed_opens_no_answer() -> None:
+    decoder = RequestDecoder(MANIFEST, TOKENIZER, NAMES, QosClass.BALANCED, BALANCED)
+
+    token_ids = decoder.warm_token_ids(admin_pb2.WarmRequest(chat=chat(("system", "be"))))
+
+    assert token_ids == tuple(TOKENIZER.encode("<|im_start|>system\nbe<|im_end|>\n", add_special=False))
+
+
+@pytest.mark.parametrize("session_id", ["a", "A-z_0.9:x", "x" * 128])
+def test_a_plain_name_is_one_of_a_session(session_id: str) -> None:
+    assert session_id_of(session_id) == session_id
+
+
+@pytest.mark.parametrize("session_id", ["", "a b", "a/b", "ä", "a\n", "x" * 129])
+def test_another_name_is_not(session_id: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"must be 1 to 128 letters, digits and characters of - _ \. :"):
+        session_id_of(session_id)
+
+
+@pytest.mark.parametrize("ttl_s", [-0.1, math.nan, math.inf, 30 * 86400.0 + 1])
+def test_a_pin_has_a_time_within_bounds(ttl_s: float) -> None:
+    with pytest.raises(InvalidRequest, match=r"must be from 0 \(not pinned\) to"):
+        warm_ttl_s(ttl_s)

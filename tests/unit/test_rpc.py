@@ -13,8 +13,19 @@ import pytest
 from grpc_status import rpc_status
 
 from shoal import errors, rpc
-from shoal.types import DeviceProfile, FinishReason, LayerRange, QosClass, SamplingParams, ShardShape, Telemetry
-from shoal.v1 import types_pb2
+from shoal.types import (
+    DeviceProfile,
+    FinishReason,
+    KVPolicy,
+    KVReuse,
+    KVTierStatus,
+    LayerRange,
+    QosClass,
+    SamplingParams,
+    ShardShape,
+    Telemetry,
+)
+from shoal.v1 import fleet_pb2, types_pb2
 
 ADDRESS = "10.0.0.7:50070"
 
@@ -271,13 +282,40 @@ def test_sampling_parameters_are_sent_complete() -> None:
 
 
 def test_a_profile_survives_the_wire_but_for_what_concerns_the_device_alone() -> None:
-    profile = DeviceProfile("phone-x", "phone", 2**33, 0.5, max_batch=4, allow_direct_links=False, is_emulated=True)
+    profile = DeviceProfile(
+        "phone-x",
+        "phone",
+        2**33,
+        0.5,
+        max_batch=4,
+        allow_direct_links=False,
+        is_emulated=True,
+        host_kv_bytes=2**26,
+        kv_policy=KVPolicy.COMPACT,
+    )
 
     assert rpc.profile_from_proto(rpc.profile_to_proto(profile)) == profile
 
 
+def test_a_kv_policy_of_a_later_version_counts_as_exact() -> None:
+    message = fleet_pb2.DeviceProfile(kv_policy="tiny")
+
+    assert rpc.profile_from_proto(message).kv_policy is KVPolicy.EXACT
+
+
+@pytest.mark.parametrize("reuse", KVReuse)
+def test_a_way_to_use_stored_kv_survives_the_wire(reuse: KVReuse) -> None:
+    assert rpc.kv_reuse_from_proto(rpc.kv_reuse_to_proto(reuse)) is reuse
+
+
+def test_an_unknown_way_to_use_stored_kv_is_refused() -> None:
+    with pytest.raises(errors.InvalidRequest, match="99 is not a way to use stored KV"):
+        rpc.kv_reuse_from_proto(99)  # type: ignore[arg-type]
+
+
 def test_telemetry_survives_the_wire() -> None:
-    telemetry = Telemetry(1, 2, 3, 4, 0.5)
+    tier = KVTierStatus("redis", "slow", 1, 2, 3, 4, 5, 6, 7, 8, {"truncated": 9}, 10.5, 11.5, 12.5, 13.5)
+    telemetry = Telemetry(1, 2, 3, 4, 0.5, kv_tiers=(KVTierStatus("host"), tier))
 
     assert rpc.telemetry_from_proto(rpc.telemetry_to_proto(telemetry)) == telemetry
 

@@ -130,10 +130,10 @@ def test_what_a_lost_slot_costs_counts_prompt_and_answer_of_this_run() -> None:
     sequence = preempted(11, 12, 13)
     sequence.begin_run(RunId(2), SlotId(3), 6.0)
     sequence.num_dispatched = 4
-    assert sequence.num_computed == 4
+    assert sequence.num_held == 4
     sequence.num_dispatched = 5
     sequence.replay(11)
-    assert sequence.num_computed == 6
+    assert sequence.num_held == 6
 
 
 def test_time_without_a_slot_adds_up_over_all_waits() -> None:

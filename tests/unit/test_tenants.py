@@ -21,6 +21,7 @@ def request(tenant: str, num_prompt: int = 10, max_tokens: int = 20) -> Sequence
 def run(ledger: TenantLedger, sequence: Sequence) -> None:
     """Give a sequence its slot."""
     ledger.charge(sequence)
+    ledger.charge_prompt(sequence)
     sequence.begin_run(RunId(1), SlotId(0), 0.0)
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 from shoal.config import WorkerConfig
 from shoal.types import DeviceMode
 from tests.support.builders import make_profile
-from worker.app import with_options
+from worker.app import lower_tier, with_options
+from worker.kv.redis_tier import RedisTier
 
 PROFILE = replace(make_profile(), mode=DeviceMode.THROUGHPUT, num_threads=2)
 
@@ -20,3 +21,19 @@ def test_options_go_before_the_profile() -> None:
     device = with_options(PROFILE, WorkerConfig(mode="latency", threads=3))
 
     assert device == replace(PROFILE, mode=DeviceMode.LATENCY, num_threads=3)
+
+
+KEEPING = replace(PROFILE, host_kv_bytes=1 << 20)
+
+
+def test_kv_goes_to_redis_where_there_is_one() -> None:
+    tier = lower_tier(WorkerConfig(redis_url="unix:///nowhere.sock"), KEEPING)
+    assert isinstance(tier, RedisTier)
+    # It has what only its thread gives back.
+    tier.start()
+    tier.stop(5.0)
+    assert lower_tier(WorkerConfig(redis_url=""), KEEPING) is None
+
+
+def test_a_device_that_keeps_no_kv_gives_none_to_redis_either() -> None:
+    assert lower_tier(WorkerConfig(redis_url="unix:///nowhere.sock"), PROFILE) is None

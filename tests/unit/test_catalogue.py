@@ -1,0 +1,73 @@
+"""How much of a prompt Redis is believed to have, by what workers wrote of it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from orchestrator.catalogue import Catalogue
+from shoal.kv import BlockHash
+from shoal.redis_link import block_manifest_key
+from tests.support.fake_link import FakeLink
+
+NUM_LAYERS = 4
+BLOCKS = [BlockHash(bytes([number]) * 32) for number in range(3)]
+Ranges = list[str]
+
+
+def stored_prefix(*blocks: Ranges, is_away: bool = False) -> int:
+    """Of three blocks, the first of which have these layers in Redis."""
+    link = FakeLink()
+    for block, ranges in zip(BLOCKS, blocks, strict=False):
+        link.hashes[block_manifest_key(block)] = {one.encode(): b"" for one in ranges}
+    link.is_away = is_away
+    return asyncio.run(Catalogue(link, NUM_LAYERS).stored_prefix(BLOCKS))
+
+
+def test_blocks_with_all_their_layers_count_until_the_first_without() -> None:
+    assert stored_prefix(["0-4"], ["0-2", "2-4"], ["0-2"]) == 2
+
+
+def test_all_blocks_may_be_there() -> None:
+    assert stored_prefix(["0-4"], ["0-4"], ["0-4"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("ranges", "is_whole"),
+    [
+        (["2-4", "0-2"], True),
+        (["0-3", "1-4"], True),
+        (["0-3", "0-1", "1-4"], True),
+        (["0-1", "2-4"], False),
+        (["1-4"], False),
+        (["0-3"], False),
+        ([], False),
+        (["0-4x", "x", "4-0", "-", "0-"], False),
+        (["0-4", "nonsense"], True),
+    ],
+)
+def test_a_block_is_whole_if_its_groups_cover_the_layers(ranges: Ranges, is_whole: bool) -> None:
+    assert stored_prefix(ranges) == int(is_whole)
+
+
+def test_a_block_behind_one_that_lacks_does_not_count() -> None:
+    assert stored_prefix([], ["0-4"]) == 0
+
+
+def test_while_redis_is_away_nothing_is_there() -> None:
+    assert stored_prefix(["0-4"], is_away=True) == 0
+
+
+async def test_without_redis_nothing_is_there_and_all_is_deleted() -> None:
+    catalogue = Catalogue(None, NUM_LAYERS)
+
+    assert await catalogue.stored_prefix(BLOCKS) == 0
+    assert await catalogue.delete(BLOCKS)
+
+
+async def test_a_prompt_without_full_blocks_asks_nobody() -> None:
+    link = FakeLink()
+
+    assert await Catalogue(link, NUM_LAYERS).stored_prefix([]) == 0
+    assert link.num_calls == 0
