@@ -12,7 +12,7 @@ import typer
 from cli.terminal import note, report, to_jsonable, write_json, write_text
 from shoal.config import DEFAULT_PORT
 from shoal.errors import ContextExceeded, InvalidRequest, SessionNotFound, ShoalError
-from shoal.types import KVReuse, QosClass
+from shoal.types import ContextOverflow, KVReuse, QosClass
 
 if TYPE_CHECKING:
     from shoal.client import Client
@@ -47,6 +47,13 @@ Reuse = Annotated[
     KVReuse | None,
     typer.Option("--kv-reuse", help="Stored KV to use: as devices' policies say, only exact, or none (nor store any)."),
 ]
+Overflow = Annotated[
+    ContextOverflow | None,
+    typer.Option(
+        "--overflow",
+        help="A session longer than the context: refuse it, or window: go on with its first and last tokens.",
+    ),
+]
 Pace = Annotated[float | None, typer.Option("--pace", help="At most so many tokens a second.")]
 
 DEFAULT_SERVER = f"127.0.0.1:{DEFAULT_PORT}"
@@ -71,6 +78,7 @@ def generate(
     pace: Pace = None,
     session: Session = None,
     kv_reuse: Reuse = None,
+    overflow: Overflow = None,
     model: Model = None,
     system: System = None,
     raw: Annotated[
@@ -87,7 +95,7 @@ def generate(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
         repetition_penalty=repetition_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
         seed=seed, stop=stop, qos_class=qos, tenant=tenant, deadline_s=deadline, max_tokens_per_s=pace, model=model,
-        session_id=session, kv_reuse=kv_reuse,
+        session_id=session, kv_reuse=kv_reuse, context_overflow=overflow,
     )  # fmt: skip
     from shoal.client import Client
 
@@ -117,6 +125,7 @@ def chat(
     pace: Pace = None,
     session: Session = None,
     kv_reuse: Reuse = None,
+    overflow: Overflow = None,
     model: Model = None,
     system: System = None,
     server: Server = DEFAULT_SERVER,
@@ -126,7 +135,7 @@ def chat(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
         repetition_penalty=repetition_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
         seed=seed, qos_class=qos, tenant=tenant, max_tokens_per_s=pace, model=model, session_id=session,
-        kv_reuse=kv_reuse,
+        kv_reuse=kv_reuse, context_overflow=overflow,
     )  # fmt: skip
     from shoal.client import Client
 
@@ -187,7 +196,7 @@ def answer_to_jsonable(answer: Generation) -> object:
 def summary(answer: Generation) -> str:
     return (
         f"{answer.finish_reason.value}, {answer.completion_tokens} tokens, "
-        f"first after {answer.ttft_ms:.0f} ms, {answer.tokens_per_s:.1f} tokens/s{_reuse(answer)}; "
+        f"first after {answer.ttft_ms:.0f} ms, {answer.tokens_per_s:.1f} tokens/s{_reuse(answer)}{_dropped(answer)}; "
         f"request {answer.request_id}"
     )
 
@@ -198,6 +207,10 @@ def _reuse(answer: Generation) -> str:
         return ""
     tiers = {0: "host", cache.cached_tokens: "redis"}.get(cache.from_redis_tokens, "host and redis")
     return f", reused {cache.cached_tokens} of {answer.prompt_tokens} prompt tokens ({tiers}, {cache.codec})"
+
+
+def _dropped(answer: Generation) -> str:
+    return f", {answer.dropped_tokens} tokens of the session left out" if answer.dropped_tokens else ""
 
 
 def _options(**options: Any) -> GenerateOptions:

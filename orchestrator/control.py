@@ -24,7 +24,7 @@ from orchestrator.monitors import Monitors
 from orchestrator.planner import Planner
 from orchestrator.session import WorkerSession
 from orchestrator.status import device_status, pipeline_statuses
-from shoal import rpc
+from shoal import messages
 from shoal.config import OrchestratorConfig
 from shoal.errors import ConfigError, NotReady, PlacementImpossible, ShardDoesNotFit, ShoalError, WorkerLost
 from shoal.types import PipelineId, WorkerId
@@ -154,7 +154,7 @@ class Control:
         self._sessions[session.worker_id] = session
         self._unlinked.add(session.worker_id)
         self._refused.discard(session.worker_id)
-        profile = rpc.profile_from_proto(hello.profile)
+        profile = messages.profile_from_proto(hello.profile)
         self._fleet.attach(session.worker_id, hello.incarnation, profile, time.monotonic())
         self._monitors.add(session.worker_id, profile)
         return session
@@ -200,7 +200,7 @@ class Control:
                 logger.warning("unknown_event worker=%s event=%s", worker_id, event)
 
     def _heartbeat(self, session: WorkerSession, heartbeat: fleet_pb2.Heartbeat) -> None:
-        telemetry, now = rpc.telemetry_from_proto(heartbeat.telemetry), time.monotonic()
+        telemetry, now = messages.telemetry_from_proto(heartbeat.telemetry), time.monotonic()
         if self._fleet.heartbeat(session.worker_id, session.hello.incarnation, telemetry, now):
             self._monitors.observe(session.worker_id, telemetry, now)
         else:

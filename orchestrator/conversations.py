@@ -8,6 +8,7 @@ token, did not happen. Stores through `sessions`, computes through `warming`. Ca
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections.abc import Sequence
@@ -107,13 +108,18 @@ class Conversations:
         )
         self._store.keep(session)
         self.leave(turn)
-        task = asyncio.create_task(self._save(session, sequence.kv_reuse))
+        # A session that left out a part of itself is named anew from there on.
+        left = replace(turn.session, blocks=tuple(one for one in turn.session.blocks if one not in session.blocks))
+        task = asyncio.create_task(self._save(session, left, sequence.kv_reuse))
         self._saving.add(task)
         task.add_done_callback(self._saving.discard)
         return task
 
-    async def _save(self, session: Session, kv_reuse: KVReuse) -> None:
+    async def _save(self, session: Session, left: Session, kv_reuse: KVReuse) -> None:
         await self._store.write(session.key)
+        if left.blocks and session.blocks:
+            with contextlib.suppress(SessionUnavailable):  # they go with their TTL
+                await self._erase_blocks(left)
         if kv_reuse is not KVReuse.NONE:
             self._settle(session, kv_reuse)
 
@@ -154,6 +160,15 @@ class Conversations:
 
     async def _erase(self, session: Session) -> Deletion:
         """Blocks first: a session that is gone does not know them any more, and deleting can be tried again."""
+        num_deleted = await self._erase_blocks(session)
+        await self._store.delete(session.key)
+        logger.info(
+            "session_deleted session=%r tenant=%r blocks=%d", session.key.session_id, session.key.tenant, num_deleted
+        )
+        return Deletion(num_deleted, len(session.blocks) - num_deleted)
+
+    async def _erase_blocks(self, session: Session) -> int:
+        """Delete the blocks of a session that nobody else has; returns how many. Raises SessionUnavailable."""
         others = await self._store.sessions(session.key.tenant)
         shared = {block for other in others if other.key != session.key for block in other.blocks}
         own = [block for block in session.blocks if not self._is_shared(block, shared)]
@@ -163,11 +178,7 @@ class Conversations:
                 f"the blocks of session {session.key.session_id!r} cannot be deleted: Redis does not answer now",
                 retry_after_s=TEND_S,
             )
-        await self._store.delete(session.key)
-        logger.info(
-            "session_deleted session=%r tenant=%r blocks=%d", session.key.session_id, session.key.tenant, len(own)
-        )
-        return Deletion(len(own), len(session.blocks) - len(own))
+        return len(own)
 
     def _is_shared(self, block: BlockHash, of_others: set[BlockHash]) -> bool:
         return block in of_others or self._names.is_public(block) or self._warmer.is_pinned(block)

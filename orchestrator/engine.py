@@ -121,6 +121,11 @@ class Engine:
         return self._lanes.get(pipeline_id)
 
     @property
+    def sequence_tokens(self) -> int:
+        """The most tokens that a sequence may have in any of the pipelines; 0 without one."""
+        return max((lane.pipeline.limits.sequence_tokens for lane in self._lanes.values()), default=0)
+
+    @property
     def is_idle(self) -> bool:
         return not self._answers
 

@@ -10,7 +10,7 @@ from collections import OrderedDict
 
 from orchestrator.core.routing import Candidate, Decision
 from orchestrator.core.sequence import Sequence
-from shoal import rpc
+from shoal import messages
 from shoal.errors import RequestNotFound
 from shoal.v1 import admin_pb2
 
@@ -98,7 +98,7 @@ def _to_proto(
     return admin_pb2.ExplainResponse(
         request_id=request_id,
         tenant=sequence.tenant,
-        qos_class=rpc.qos_to_proto(sequence.qos),
+        qos_class=messages.qos_to_proto(sequence.qos),
         state=sequence.state.value,
         prompt_tokens=len(sequence.prompt_token_ids),
         completion_tokens=len(sequence.output_token_ids),

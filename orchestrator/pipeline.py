@@ -19,7 +19,7 @@ from orchestrator.core.limits import SchedulerLimits
 from orchestrator.core.restores import Prefetch, Restore
 from orchestrator.core.sequence import Sequence as AnswerSequence
 from orchestrator.core.step_time import StepTiming
-from shoal import rpc
+from shoal import messages
 from shoal.kv import BlockHash
 from shoal.types import DeviceMode, KVReuse, LayerRange, PipelineId, WorkerId
 from shoal.v1 import flow_pb2
@@ -182,7 +182,7 @@ def _start_of(sequence: AnswerSequence, keeps_blocks: bool) -> flow_pb2.Sequence
     needs_prompt = sequence.sampling.repetition_penalty != 1.0
     is_kept = keeps_blocks and sequence.kv_reuse is not KVReuse.NONE
     return flow_pb2.SequenceStart(
-        sampling=rpc.sampling_to_proto(sequence.sampling),
+        sampling=messages.sampling_to_proto(sequence.sampling),
         prompt_token_ids=sequence.prompt_token_ids if needs_prompt else (),
         stop_token_ids=sorted(sequence.stop_ids),
         block_hashes=sequence.block_hashes if is_kept else (),

@@ -16,10 +16,11 @@ from orchestrator.core.qos import default_targets
 from orchestrator.core.sequence import DEFAULT_TENANT, QosTargets
 from orchestrator.core.sequence import Sequence as AnswerSequence
 from orchestrator.tokenizer import Tokenizer
-from shoal import rpc
+from shoal import messages
 from shoal.config import MAX_TARGET_MS
 from shoal.errors import ContextExceeded, InvalidRequest, ModelNotFound
-from shoal.types import KVReuse, NumericClass, QosClass, SequenceId
+from shoal.kv import BLOCK_TOKENS
+from shoal.types import ContextOverflow, KVReuse, NumericClass, QosClass, SequenceId
 from shoal.v1 import admin_pb2, inference_pb2
 
 DEFAULT_MAX_TOKENS = 256
@@ -27,6 +28,8 @@ MAX_STOPS = 8
 MAX_STOP_CHARS = 256
 MAX_REQUEST_ID_CHARS = 128
 MAX_TENANT_CHARS = 64
+# One block: what is kept of the begin of a session that has become too long.
+SINK_TOKENS = BLOCK_TOKENS
 MAX_SESSION_ID_CHARS = 128
 # A month: what is to stay for longer is warmed again.
 MAX_WARM_TTL_S = 30 * 86400.0
@@ -39,11 +42,15 @@ _SESSION_ID = re.compile(r"[A-Za-z0-9_.:-]+")
 
 @dataclass(frozen=True, slots=True)
 class DecodedRequest:
-    """request_id: empty if the client chose none. stops: the strings that end the answer's text."""
+    """request_id: empty if the client chose none. stops: the strings that end the answer's text.
+
+    num_dropped: tokens of its session that were left out.
+    """
 
     request_id: str
     sequence: AnswerSequence
     stops: tuple[str, ...]
+    num_dropped: int = 0
 
 
 class RequestDecoder:
@@ -72,16 +79,18 @@ class RequestDecoder:
         now: float,
         time_left_s: float | None,
         history: tuple[int, ...] = (),
+        room_tokens: int = 0,
     ) -> DecodedRequest:
         """Make the sequence of a request that arrived `now`; seed: for one that brings none.
 
-        history: the tokens of its session, which the input is the next turn of; none: the input is a whole prompt. Raises
-        ModelNotFound, InvalidRequest or ContextExceeded; the servicer tells the client.
+        history: the tokens of its session, which the input is the next turn of; none: the input is a whole prompt.
+        room_tokens: what a sequence may have; 0: what the model can. Raises ModelNotFound, InvalidRequest or
+        ContextExceeded; the servicer tells the client.
         """
         self._check_model(request.model)
-        sampling = rpc.sampling_from_proto(request.sampling, seed=seed)
+        sampling = messages.sampling_from_proto(request.sampling, seed=seed)
         sampling.validate(self._manifest.config.vocab_size)
-        qos = rpc.qos_from_proto(request.qos_class, self._default_qos)
+        qos = messages.qos_from_proto(request.qos_class, self._default_qos)
         sequence = AnswerSequence(
             sequence_id=sequence_id,
             prompt_token_ids=(),
@@ -95,11 +104,17 @@ class RequestDecoder:
             deadline_at=None if time_left_s is None else now + time_left_s,
             max_tokens_per_s=_tokens_per_s(request.max_tokens_per_s),
             targets=_targets(request, default_targets(qos, self._balanced)),
-            kv_reuse=rpc.kv_reuse_from_proto(request.kv_reuse),
+            kv_reuse=messages.kv_reuse_from_proto(request.kv_reuse),
         )
+        overflow = messages.overflow_from_proto(request.context_overflow)
         decoded = DecodedRequest(_request_id(request.request_id), sequence, _stops(request.stop))
         # Last, for it is the most work.
-        sequence.prompt_token_ids = history + tuple(self._token_ids(request, is_later_turn=bool(history)))
+        turn = tuple(self._token_ids(request, is_later_turn=bool(history)))
+        if overflow is ContextOverflow.WINDOW:
+            room_tokens = room_tokens or self._manifest.config.context_tokens
+            kept = windowed(history, len(turn), sequence.max_tokens, room_tokens)
+            decoded, history = replace(decoded, num_dropped=len(history) - len(kept)), kept
+        sequence.prompt_token_ids = history + turn
         if sequence.kv_reuse is not KVReuse.NONE:
             sequence.block_hashes = self._names.names(sequence.tenant, sequence.prompt_token_ids)
         return decoded
@@ -151,6 +166,22 @@ class RequestDecoder:
                 f"{self._manifest.config.context_tokens}: shorten the prompt",
                 field=field,
             )
+
+
+def windowed(history: tuple[int, ...], num_turn: int, max_tokens: int, room_tokens: int) -> tuple[int, ...]:
+    """What a session goes on with where it, its next turn and the answer do not fit: its first tokens and its last.
+
+    As they stand, if they fit or if dropping could not help. Half of the room at most is kept, for each time that something
+    is dropped all that follows has to be computed anew. An answer is given up to a quarter of the room.
+
+    Source: attention sinks, Xiao et al. 2023, arXiv:2309.17453. There positions are those in the cache; so they are here,
+    where what is kept is computed as a prompt of its own.
+    """
+    room = room_tokens - num_turn - min(max_tokens, room_tokens // 4)
+    num_last = min(room, room_tokens // 2) - SINK_TOKENS
+    if len(history) <= room or num_last <= 0:
+        return history
+    return history[:SINK_TOKENS] + history[-num_last:]
 
 
 def _max_tokens(request: inference_pb2.GenerateRequest) -> int:

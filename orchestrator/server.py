@@ -28,7 +28,7 @@ from orchestrator.requests import DecodedRequest, RequestDecoder, session_id_of,
 from orchestrator.text import TextStream
 from orchestrator.tokenizer import Tokenizer
 from orchestrator.warming import Warmer
-from shoal import rpc
+from shoal import messages, rpc
 from shoal.errors import ContextExceeded, NotReady, ShoalError
 from shoal.kv import BLOCK_TOKENS
 from shoal.types import FinishReason
@@ -44,7 +44,10 @@ HISTORY_TOKEN_BYTES = 1
 
 @dataclass(slots=True)
 class _Served:
-    """A request while it is being answered. sent: the token ids that the client's stream took. turn: of its session."""
+    """A request while it is being answered.
+
+    sent: the token ids that the client's stream took. turn: of its session. num_dropped: tokens that this left out.
+    """
 
     request_id: str
     answer: Answer
@@ -55,6 +58,7 @@ class _Served:
     num_tokens: int = 0
     sent: list[int] = field(default_factory=list)
     turn: Turn | None = None
+    num_dropped: int = 0
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -152,7 +156,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             request_id, len(sequence.prompt_token_ids), sequence.qos.value, sequence.tenant,
             answer.pipeline.pipeline_id,
         )  # fmt: skip
-        return _Served(request_id, answer, TextStream(self._tokenizer, decoded.stops), accepted_at, turn=turn)
+        text = TextStream(self._tokenizer, decoded.stops)
+        return _Served(request_id, answer, text, accepted_at, turn=turn, num_dropped=decoded.num_dropped)
 
     async def _begin_turn(self, request: inference_pb2.GenerateRequest) -> Turn | None:
         if not request.session_id:
@@ -177,6 +182,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 now=now,
                 time_left_s=time_left_s,
                 history=history,
+                room_tokens=self._engine.sequence_tokens,
             )
 
         sequence_id = self._engine.new_sequence_id()
@@ -198,8 +204,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 raise
             raise ContextExceeded(
                 f"session {turn.key.session_id!r} has {len(turn.session.token_ids)} tokens, and this turn adds "
-                f"{len(sequence.prompt_token_ids) - len(turn.session.token_ids)}: {error.message}, or begin a new session "
-                "with what matters of this one",
+                f"{len(sequence.prompt_token_ids) - len(turn.session.token_ids)}: {error.message}, or let it go on "
+                "with its first and last tokens (context_overflow), or begin a new one with what matters of it",
                 field="session_id",
             ) from error
         if sequence.state is SequenceState.WAITING:
@@ -213,6 +219,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             model=self._manifest.name,
             prompt_tokens=len(sequence.prompt_token_ids),
             seed=sequence.sampling.seed,
+            dropped_tokens=served.num_dropped,
         )
 
     def _take(self, served: _Served, event: TokenEvent) -> tuple[inference_pb2.Delta, FinishReason | None]:
@@ -236,14 +243,14 @@ def _finished(served: _Served, finish: FinishReason) -> inference_pb2.Finished:
     decode_s = served.last_token_at - served.first_token_at
     sequence, pipeline = served.answer.sequence, served.answer.pipeline
     return inference_pb2.Finished(
-        finish_reason=rpc.finish_to_proto(finish),
+        finish_reason=messages.finish_to_proto(finish),
         prompt_tokens=len(sequence.prompt_token_ids),
         completion_tokens=served.num_tokens,
         ttft_ms=(served.first_token_at - served.accepted_at) * 1e3,
         tokens_per_s=(served.num_tokens - 1) / decode_s if served.num_tokens > 1 and decode_s > 0 else 0.0,
         pipeline=[
             inference_pb2.StageSummary(
-                worker_id=member.worker_id, layers=rpc.layers_to_proto(member.layers), device=member.device
+                worker_id=member.worker_id, layers=messages.layers_to_proto(member.layers), device=member.device
             )
             for member in pipeline.members
         ],

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from modelstore.graph import build_shard_graph, shard_blobs
 from modelstore.manifest import Manifest
 from orchestrator.core.placement import ModelFootprint, Placement
-from shoal import rpc
+from shoal import messages
 from shoal.types import ShardShape
 from shoal.v1 import fleet_pb2
 
@@ -45,11 +45,11 @@ def load_command(
         pipeline_id=placement.pipeline_id,
         epoch=epoch,
         stage=index,
-        layers=rpc.layers_to_proto(layers),
+        layers=messages.layers_to_proto(layers),
         model_digest=manifest.digest,
         graph=build_shard_graph(manifest, layers),
         blobs=[fleet_pb2.BlobRef(digest=blob.digest, num_bytes=blob.num_bytes) for blob in blobs],
-        shape=rpc.shape_to_proto(_shape(manifest, placement, index)),
+        shape=messages.shape_to_proto(_shape(manifest, placement, index)),
         stages=stages,
         link_token=link_token,
     )

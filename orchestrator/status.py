@@ -12,7 +12,7 @@ from orchestrator.core.thermal import ThermalMonitor
 from orchestrator.engine import Engine
 from orchestrator.lane import Lane
 from orchestrator.session import WorkerSession
-from shoal import rpc
+from shoal import messages
 from shoal.v1 import admin_pb2
 
 
@@ -58,8 +58,8 @@ def device_status(
         runtime=session.hello.runtime,
         state=member.state.value,
         pipeline_id=member.pipeline_id or "",
-        layers=rpc.layers_to_proto(member.layers),
-        telemetry=rpc.telemetry_to_proto(member.telemetry),
+        layers=messages.layers_to_proto(member.layers),
+        telemetry=messages.telemetry_to_proto(member.telemetry),
         link_to_next=session.link_to_next if member.stage is not None else "",
         execution_provider=session.execution_provider,
         decode_ms=_decode_ms(member, engine),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.rpc import qos_from_proto
+from shoal.messages import qos_from_proto
 from shoal.types import QosClass
 from shoal.v1 import admin_pb2
 

@@ -14,8 +14,8 @@ from typing import Any, Literal, TypedDict, TypeVar
 
 from shoal.errors import InvalidRequest, ProtocolMismatch
 from shoal.kept import CacheUse, cache_use_from_proto
-from shoal.rpc import finish_from_proto, kv_reuse_to_proto, layers_from_proto, qos_to_proto
-from shoal.types import FinishReason, KVReuse, LayerRange, QosClass
+from shoal.messages import finish_from_proto, kv_reuse_to_proto, layers_from_proto, overflow_to_proto, qos_to_proto
+from shoal.types import ContextOverflow, FinishReason, KVReuse, LayerRange, QosClass
 from shoal.v1 import admin_pb2, inference_pb2, types_pb2
 
 Prompt = str | Sequence[int]
@@ -31,6 +31,7 @@ class GenerateOptions(TypedDict, total=False):
     deadline_s: the most that the whole answer may take, from now; the server refuses at once what cannot make it. The
     client's own timeout_s holds where it is left out. session_id: a conversation that the server keeps: prompt or messages
     are its next turn alone. kv_reuse: which stored KV the answer may use; "none": nor is any of its own stored.
+    context_overflow: what to do with a session that has become too long; "window": go on with its first and last tokens.
     """
 
     model: str
@@ -56,6 +57,7 @@ class GenerateOptions(TypedDict, total=False):
     deadline_s: float
     session_id: str
     kv_reuse: KVReuse | Literal["policy", "exact", "none"]
+    context_overflow: ContextOverflow | Literal["refuse", "window"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,7 @@ class Generation:
     ttft_ms: from acceptance to the first token, by the server's clock. tokens_per_s: after the first token. Both are 0,
     and pipeline is empty, if the client itself cancelled. queue_ms: time without a slot. num_preemptions: how often more
     urgent requests took its place; its text is the same. cache: what of the prompt did not have to be computed.
+    dropped_tokens: those of the session that were left out, see context_overflow.
     """
 
     text: str
@@ -111,6 +114,7 @@ class Generation:
     queue_ms: float = 0.0
     num_preemptions: int = 0
     cache: CacheUse = field(default_factory=CacheUse)
+    dropped_tokens: int = 0
 
 
 class Answer:
@@ -176,6 +180,7 @@ class Answer:
             request_id=accepted.request_id,
             model=accepted.model,
             seed=accepted.seed,
+            dropped_tokens=accepted.dropped_tokens,
             logprobs=tuple(self._logprobs),
             pipeline_id=finished.pipeline_id,
             queue_ms=finished.queue_ms,
@@ -216,6 +221,9 @@ def build_request(
         request.qos_class = qos_to_proto(_choice(QosClass, "qos_class", options["qos_class"]))
     if "kv_reuse" in options:
         request.kv_reuse = kv_reuse_to_proto(_choice(KVReuse, "kv_reuse", options["kv_reuse"]))
+    if "context_overflow" in options:
+        overflow = _choice(ContextOverflow, "context_overflow", options["context_overflow"])
+        request.context_overflow = overflow_to_proto(overflow)
     _set_input(request, prompt, messages)
     for name in ("max_tokens", "max_tokens_per_s", "ttft_target_ms", "inter_token_target_ms"):
         _set_number(request, name, options.get(name), "")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.rpc import layers_from_proto, profile_from_proto, telemetry_from_proto
+from shoal.messages import layers_from_proto, profile_from_proto, telemetry_from_proto
 from shoal.types import KVPolicy, LayerRange, Telemetry
 from shoal.v1 import admin_pb2, inference_pb2
 

@@ -79,6 +79,13 @@ class KVReuse(Enum):
     NONE = "none"
 
 
+class ContextOverflow(Enum):
+    """What to do with a session longer than the context: refuse it, or go on with its first and last tokens."""
+
+    REFUSE = "refuse"
+    WINDOW = "window"
+
+
 class FinishReason(Enum):
     STOP = "stop"
     LENGTH = "length"

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import grpc
 
-from shoal import rpc
+from shoal import messages, rpc
 from shoal.config import WorkerConfig
 from shoal.errors import (
     ConnectionFailed,
@@ -201,7 +201,7 @@ class Agent:
             protocol_version=PROTOCOL_VERSION,
             worker_id=self._worker_id,
             incarnation=self._incarnation,
-            profile=rpc.profile_to_proto(self._profile),
+            profile=messages.profile_to_proto(self._profile),
             runtime=fleet_pb2.RuntimeSummary(
                 name=summary.name,
                 version=summary.version,
@@ -265,7 +265,7 @@ class Agent:
     ) -> None:
         if earlier is not None:
             await asyncio.wait({earlier})
-        shape = rpc.shape_from_proto(command.shape)
+        shape = messages.shape_from_proto(command.shape)
         spec = StageSpec(
             command.pipeline_id,
             command.epoch,
@@ -404,7 +404,7 @@ class Agent:
             weight_bytes=self._weight_bytes,
             kv_tiers=self._compute.kv_tiers(now),
         )
-        self._report(heartbeat=fleet_pb2.Heartbeat(telemetry=rpc.telemetry_to_proto(telemetry)))
+        self._report(heartbeat=fleet_pb2.Heartbeat(telemetry=messages.telemetry_to_proto(telemetry)))
 
     def _report(self, **event: object) -> None:
         self._events.put_nowait(fleet_pb2.AttachRequest(**event))  # type: ignore[arg-type]

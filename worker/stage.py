@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from shoal.codec import pack_activations, unpack_activations
 from shoal.errors import InternalError, ShoalError
-from shoal.rpc import sampling_from_proto
+from shoal.messages import sampling_from_proto
 from shoal.types import LayerRange, ShardShape
 from shoal.v1 import flow_pb2, types_pb2
 from worker.emulation import SlowDown

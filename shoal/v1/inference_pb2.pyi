@@ -8,11 +8,18 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class ContextOverflow(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CONTEXT_OVERFLOW_UNSPECIFIED: _ClassVar[ContextOverflow]
+    CONTEXT_OVERFLOW_WINDOW: _ClassVar[ContextOverflow]
+
 class KVReuse(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     KV_REUSE_UNSPECIFIED: _ClassVar[KVReuse]
     KV_REUSE_EXACT: _ClassVar[KVReuse]
     KV_REUSE_NONE: _ClassVar[KVReuse]
+CONTEXT_OVERFLOW_UNSPECIFIED: ContextOverflow
+CONTEXT_OVERFLOW_WINDOW: ContextOverflow
 KV_REUSE_UNSPECIFIED: KVReuse
 KV_REUSE_EXACT: KVReuse
 KV_REUSE_NONE: KVReuse
@@ -38,7 +45,7 @@ class TokenInput(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "prompt", "chat", "tokens", "sampling", "max_tokens", "stop", "ignore_eos", "qos_class", "request_id", "tenant", "max_tokens_per_s", "ttft_target_ms", "inter_token_target_ms", "session_id", "kv_reuse")
+    __slots__ = ("model", "prompt", "chat", "tokens", "sampling", "max_tokens", "stop", "ignore_eos", "qos_class", "request_id", "tenant", "max_tokens_per_s", "ttft_target_ms", "inter_token_target_ms", "session_id", "kv_reuse", "context_overflow")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +62,7 @@ class GenerateRequest(_message.Message):
     INTER_TOKEN_TARGET_MS_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     KV_REUSE_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_OVERFLOW_FIELD_NUMBER: _ClassVar[int]
     model: str
     prompt: str
     chat: ChatInput
@@ -71,7 +79,8 @@ class GenerateRequest(_message.Message):
     inter_token_target_ms: float
     session_id: str
     kv_reuse: KVReuse
-    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[str] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., tokens: _Optional[_Union[TokenInput, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., qos_class: _Optional[_Union[_types_pb2.QosClass, str]] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., max_tokens_per_s: _Optional[float] = ..., ttft_target_ms: _Optional[float] = ..., inter_token_target_ms: _Optional[float] = ..., session_id: _Optional[str] = ..., kv_reuse: _Optional[_Union[KVReuse, str]] = ...) -> None: ...
+    context_overflow: ContextOverflow
+    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[str] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., tokens: _Optional[_Union[TokenInput, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., qos_class: _Optional[_Union[_types_pb2.QosClass, str]] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., max_tokens_per_s: _Optional[float] = ..., ttft_target_ms: _Optional[float] = ..., inter_token_target_ms: _Optional[float] = ..., session_id: _Optional[str] = ..., kv_reuse: _Optional[_Union[KVReuse, str]] = ..., context_overflow: _Optional[_Union[ContextOverflow, str]] = ...) -> None: ...
 
 class CacheUse(_message.Message):
     __slots__ = ("cached_tokens", "from_redis_tokens", "codec", "is_exact")
@@ -96,16 +105,18 @@ class GenerateResponse(_message.Message):
     def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
 
 class Accepted(_message.Message):
-    __slots__ = ("request_id", "model", "prompt_tokens", "seed")
+    __slots__ = ("request_id", "model", "prompt_tokens", "seed", "dropped_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     prompt_tokens: int
     seed: int
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...
+    dropped_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., dropped_tokens: _Optional[int] = ...) -> None: ...
 
 class Delta(_message.Message):
     __slots__ = ("index", "token_ids", "text", "logprobs")

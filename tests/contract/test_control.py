@@ -15,7 +15,7 @@ from orchestrator.core.limits import Pace
 from orchestrator.engine import Engine
 from orchestrator.flow import FlowHub
 from orchestrator.session import WorkerSession
-from shoal import rpc
+from shoal import messages
 from shoal.config import OrchestratorConfig
 from shoal.errors import ConfigError, NotReady
 from shoal.types import DeviceLimits, DeviceMode, PipelineId, Telemetry, WorkerId
@@ -46,7 +46,7 @@ class Desk:
         hello = fleet_pb2.Hello(
             worker_id=worker_id,
             incarnation=self.incarnations[worker_id],
-            profile=rpc.profile_to_proto(device),
+            profile=messages.profile_to_proto(device),
             flow_address=f"{worker_id}:1",
         )
         self.sessions[worker_id] = self.control.take_in(hello)
@@ -348,7 +348,7 @@ def test_a_split_of_more_than_one_pipeline_is_refused_at_the_start(fleet_model: 
 
 
 def heat(desk: Desk, worker_id: str, temperature_c: float) -> None:
-    telemetry = rpc.telemetry_to_proto(Telemetry(temperature_c=temperature_c))
+    telemetry = messages.telemetry_to_proto(Telemetry(temperature_c=temperature_c))
     desk.tell(worker_id, heartbeat=fleet_pb2.Heartbeat(telemetry=telemetry))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from modelstore.graph import build_shard_graph
 from shoal.kv import BlockHash
-from shoal.rpc import sampling_to_proto
+from shoal.messages import sampling_to_proto
 from shoal.types import KVPolicy, LayerRange, SamplingParams
 from shoal.v1 import flow_pb2
 from tests.support.shards import TinyModel, make_shape

@@ -58,6 +58,7 @@ def test_json_is_exactly_one_object(run: Run, server: FakeServer) -> None:
         "queue_ms": 0.0,
         "num_preemptions": 0,
         "cache": {"cached_tokens": 0, "from_redis_tokens": 0, "codec": "", "is_exact": True},
+        "dropped_tokens": 0,
     }
 
 

@@ -315,6 +315,23 @@ async def test_a_session_is_deleted_with_its_blocks_wherever_they_are() -> None:
         await parts.conversations.delete(KEY)
 
 
+async def test_blocks_of_tokens_that_a_session_left_out_are_deleted() -> None:
+    parts = make_parts()
+    before = await parts.take_turn(num_new=BLOCK_TOKENS * 3)
+    store_blocks(parts.link, before.block_hashes)
+    turn = await parts.conversations.begin(KEY)
+    sequence = make_sequence(num_prompt=BLOCK_TOKENS * 2)
+    sequence.prompt_token_ids = before.prompt_token_ids[:BLOCK_TOKENS] + tuple(range(500, 500 + BLOCK_TOKENS))
+    sequence.block_hashes = parts.names.names(KEY.tenant, sequence.prompt_token_ids)
+
+    await parts.conversations.end(turn, sequence, [900], FinishReason.LENGTH)
+
+    first, *others = before.block_hashes
+    assert sequence.block_hashes[0] == first
+    assert block_manifest_key(first) in parts.link.hashes
+    assert [block_manifest_key(one) in parts.link.hashes for one in others] == [False, False]
+
+
 async def test_blocks_that_another_session_uses_stay() -> None:
     parts = make_parts()
     other = SessionKey("gold", "other")

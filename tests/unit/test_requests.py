@@ -11,7 +11,7 @@ from modelstore.manifest import BlobEntry, Manifest, ModelConfig
 from orchestrator.block_names import BlockNames
 from orchestrator.core.qos import LATENCY_TARGETS
 from orchestrator.core.sequence import QosTargets, Sequence
-from orchestrator.requests import DecodedRequest, RequestDecoder, session_id_of, warm_ttl_s
+from orchestrator.requests import SINK_TOKENS, DecodedRequest, RequestDecoder, session_id_of, warm_ttl_s, windowed
 from orchestrator.tokenizer import Tokenizer
 from shoal.config import MAX_TARGET_MS
 from shoal.errors import InvalidRequest
@@ -52,13 +52,20 @@ def decode(
     default_qos: QosClass = QosClass.BALANCED,
     time_left_s: float | None = None,
     history: tuple[int, ...] = (),
+    room_tokens: int = 0,
     **fields: Any,
 ) -> DecodedRequest:
     """Decode a request that arrives at 100.0."""
     request = inference_pb2.GenerateRequest(**{"prompt": "hello", **fields})
     decoder = RequestDecoder(MANIFEST, TOKENIZER, NAMES, default_qos, BALANCED)
     return decoder.decode(
-        request, sequence_id=SequenceId(5), seed=77, now=100.0, time_left_s=time_left_s, history=history
+        request,
+        sequence_id=SequenceId(5),
+        seed=77,
+        now=100.0,
+        time_left_s=time_left_s,
+        history=history,
+        room_tokens=room_tokens,
     )
 
 
@@ -226,3 +233,49 @@ def test_another_name_is_not(session_id: str) -> None:
 def test_a_pin_has_a_time_within_bounds(ttl_s: float) -> None:
     with pytest.raises(InvalidRequest, match=r"must be from 0 \(not pinned\) to"):
         warm_ttl_s(ttl_s)
+
+
+HISTORY = tuple(range(1000, 1900))
+WINDOW = inference_pb2.CONTEXT_OVERFLOW_WINDOW
+
+
+def test_a_session_that_fits_is_kept_as_it_is() -> None:
+    assert windowed(HISTORY, num_turn=50, max_tokens=50, room_tokens=1000) == HISTORY
+
+
+def test_a_session_that_is_a_token_too_long_goes_on_with_half_of_the_room() -> None:
+    kept = windowed(HISTORY, num_turn=51, max_tokens=50, room_tokens=1000)
+    assert kept == HISTORY[:SINK_TOKENS] + HISTORY[SINK_TOKENS - 500 :]
+    assert len(kept) == 500
+
+
+def test_a_long_turn_leaves_less_than_half_of_the_room_to_the_session() -> None:
+    kept = windowed(HISTORY, num_turn=600, max_tokens=50, room_tokens=1000)
+    assert len(kept) + 600 + 50 == 1000
+
+
+def test_a_long_answer_is_given_no_more_than_a_quarter_of_the_room() -> None:
+    kept = windowed(HISTORY, num_turn=600, max_tokens=5000, room_tokens=1000)
+    assert len(kept) + 600 + 250 == 1000
+
+
+def test_nothing_is_dropped_where_that_would_not_help() -> None:
+    assert windowed(HISTORY, num_turn=900, max_tokens=50, room_tokens=1000) == HISTORY
+
+
+def test_a_session_that_may_drop_tokens_says_how_many_it_dropped() -> None:
+    decoded = decode(history=(5,) * 900, room_tokens=1000, max_tokens=150, context_overflow=WINDOW)
+    assert decoded.num_dropped == 400
+    assert decoded.sequence.prompt_token_ids[:500] == (5,) * 500
+    assert len(decoded.sequence.prompt_token_ids) < 520
+
+
+def test_a_session_drops_nothing_that_was_not_allowed_to() -> None:
+    decoded = decode(history=(5,) * 900, room_tokens=1000, max_tokens=150)
+    assert decoded.num_dropped == 0
+    assert decoded.sequence.prompt_token_ids[:900] == (5,) * 900
+
+
+def test_a_way_to_go_on_of_a_later_version_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="99 is not a way to go on"):
+        decode(context_overflow=99)

@@ -11,7 +11,7 @@ from orchestrator.engine import Engine
 from orchestrator.pipeline import Pipeline, StageMember
 from orchestrator.session import WorkerSession
 from orchestrator.status import device_status, pipeline_statuses
-from shoal import rpc
+from shoal import messages
 from shoal.status import FleetStatus, status_from_proto
 from shoal.types import DeviceLimits, DeviceMode, LayerRange, PipelineId, Telemetry, WorkerId
 from shoal.v1 import admin_pb2, fleet_pb2, types_pb2
@@ -43,7 +43,7 @@ class Scene:
                 )
 
     def device(self, worker_id: WorkerId, telemetry: Telemetry | None = None) -> admin_pb2.DeviceStatus:
-        session = WorkerSession(fleet_pb2.Hello(worker_id=worker_id, profile=rpc.profile_to_proto(PROFILE)))
+        session = WorkerSession(fleet_pb2.Hello(worker_id=worker_id, profile=messages.profile_to_proto(PROFILE)))
         session.link_to_next = "socket"
         monitor = ThermalMonitor(PROFILE.limits, PROFILE.max_batch)
         if telemetry is not None:
@@ -113,7 +113,7 @@ def test_a_device_on_standby_has_no_part_and_no_link() -> None:
     told = scene.device(C)
 
     assert (told.state, told.pipeline_id, told.link_to_next) == ("standby", "", "")
-    assert rpc.layers_from_proto(told.layers) is None
+    assert messages.layers_from_proto(told.layers) is None
 
 
 def test_what_is_told_is_what_the_client_reads() -> None:
