@@ -1,14 +1,16 @@
-"""`shoal kv` and `shoal warm`: what devices keep of KV, and prompts whose KV is computed ahead."""
+"""`shoal kv` and `shoal warm`: what devices keep of KV (its traces: `kv_trace`), and prompts whose KV is computed ahead."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cli.ask import DEFAULT_SERVER, Server, System, Tenant, messages_of, read_prompt
+from cli.columns import NOTHING, Column, device_rows, short_count, short_time
+from cli.kv_trace import show_trace
 from cli.terminal import console, note, say, write_json
 from shoal.types import KVTierStatus
 
@@ -20,13 +22,24 @@ if TYPE_CHECKING:
 TIMEOUT_S = 10.0
 # Warming may take as long as the prompt does, behind all other requests.
 WARM_TIMEOUT_S = 600.0
+DEVICE, REDIS = "device", "redis"
 
 
 def kv(
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Show the lives of blocks from the traces in this folder, of `shoal up --kv-trace`."),
+    ] = None,
+    csv: Annotated[Path | None, typer.Option(help="With --trace: write all events to this file, to plot them.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print all figures as one JSON object.")] = False,
     server: Server = DEFAULT_SERVER,
 ) -> None:
     """Show what KV each device keeps in which tier, and how often it was of use."""
+    if trace is not None:
+        show_trace(trace, csv, is_json=json)
+        return
+    if csv is not None:
+        raise typer.BadParameter("--csv goes with --trace")
     from shoal.client import Client
 
     with Client(server, timeout_s=TIMEOUT_S) as client:
@@ -85,58 +98,38 @@ def _to_jsonable(device: DeviceStatus) -> dict[str, object]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
-    """rank: of those above 0, the highest is the first to be left out where the terminal is too narrow."""
-
-    title: str
-    cell: Callable[[KVTierStatus], str]
-    rank: int = 0
-    is_number: bool = True
-
-
-COLUMNS = (
+COLUMNS: tuple[Column[KVTierStatus], ...] = (
     Column("tier", lambda tier: tier.tier, is_number=False),
     Column("state", lambda tier: tier.state, is_number=False),
     Column("MiB used", lambda tier: _of_budget(tier)),
-    Column("blocks", lambda tier: _short(tier.num_blocks)),
-    Column("hits", lambda tier: _short(tier.hits)),
-    Column("misses", lambda tier: _short(tier.misses)),
-    Column("evicted", lambda tier: _short(tier.evictions), rank=1),
-    Column("age", lambda tier: _age(tier), rank=3),
+    Column("blocks", lambda tier: _blocks(tier)),
+    Column("hits", lambda tier: _if_known(tier.hits, tier, DEVICE)),
+    Column("misses", lambda tier: _if_known(tier.misses, tier, DEVICE)),
+    Column("evicted", lambda tier: _if_known(tier.evictions, tier, DEVICE, REDIS), rank=1),
+    Column(
+        "age", lambda tier: short_time(tier.mean_age_s) if tier.num_blocks and tier.tier != DEVICE else NOTHING, rank=3
+    ),
     Column("MB/s", lambda tier: _bandwidth(tier), rank=2),
 )
 
 
 def tier_table(devices: list[DeviceStatus]) -> Table:
     """One row a device and tier; columns as far as there is room."""
-    from rich import box
-    from rich.table import Table
-
-    tiers = [tier for device in devices for tier in device.telemetry.kv_tiers]
-    columns = list(COLUMNS)
-    names = max(len(text) for text in ("device", *(device.worker_id for device in devices)))
-    while names + sum(_width(column, tiers) for column in columns) > console().width:
-        least = max(columns, key=lambda column: column.rank)
-        if least.rank == 0:
-            break
-        columns.remove(least)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column("device", no_wrap=True)
-    for column in columns:
-        table.add_column(column.title, justify="right" if column.is_number else "left", no_wrap=True)
-    for device in devices:
-        for index, tier in enumerate(device.telemetry.kv_tiers):
-            is_last = index == len(device.telemetry.kv_tiers) - 1
-            cells = (column.cell(tier) for column in columns)
-            table.add_row("" if index else device.worker_id, *cells, end_section=is_last)
-    return table
+    rows = [(device.worker_id, device.telemetry.kv_tiers) for device in devices]
+    return device_rows(rows, COLUMNS, console().width)
 
 
 def tier_lines(fleet: FleetStatus) -> Iterator[str]:
-    """What the table has no room for: writes that were given up, bytes that were not what they should be, policies."""
+    """What the table has no room for: writes that wait or were given up, bytes that were not as they should be, policies."""
+    if any(
+        tier.tier == REDIS and tier.state != "off" for device in fleet.devices for tier in device.telemetry.kv_tiers
+    ):
+        yield "redis: blocks are those that the device has stored there since it started; Redis may have lost some"
     for device in fleet.devices:
         for tier in device.telemetry.kv_tiers:
+            if tier.queued_bytes:
+                waiting = f"{_mib(tier.queued_bytes)} of at most {_mib(tier.max_queued_bytes)} MiB wait to be written"
+                yield f"{device.worker_id}, {tier.tier}: {waiting}"
             if tier.dropped_writes:
                 yield f"{device.worker_id}, {tier.tier}: {tier.dropped_writes} writes given up"
             if tier.mismatches:
@@ -146,12 +139,9 @@ def tier_lines(fleet: FleetStatus) -> Iterator[str]:
             yield f"{device.worker_id} keeps KV by the policy {device.kv_policy}, so answers may differ in their last bits"
 
 
-def _width(column: Column, tiers: list[KVTierStatus]) -> int:
-    """Characters it takes, with the space before it."""
-    return max(len(text) for text in (column.title, *map(column.cell, tiers))) + 2
-
-
 def _of_budget(tier: KVTierStatus) -> str:
+    if tier.tier == REDIS:
+        return NOTHING
     used = _mib(tier.used_bytes)
     return f"{used} of {_mib(tier.budget_bytes)}" if tier.budget_bytes else used
 
@@ -161,26 +151,17 @@ def _mib(num_bytes: int) -> str:
     return f"{size:.1f}" if 0 < size < 10 else f"{size:.0f}"
 
 
-def _short(count: int) -> str:
-    """At most five characters."""
-    for unit in ("", "k", "M", "G"):
-        if count < 10_000:
-            return f"{count}{unit}"
-        count //= 1000
-    return f"{count}T"
+def _blocks(tier: KVTierStatus) -> str:
+    """Those in the tier; of redis, which may lose any of them, those that the device has stored there."""
+    return _if_known(tier.puts if tier.tier == REDIS else tier.num_blocks, tier)
 
 
-def _age(tier: KVTierStatus) -> str:
-    """The mean time since the last use."""
-    if not tier.num_blocks:
-        return "-"
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
-        if tier.mean_age_s >= 2 * size:
-            return f"{tier.mean_age_s / size:.0f}{unit}"
-    return f"{tier.mean_age_s:.0f}s"
+def _if_known(count: int, tier: KVTierStatus, *unknown_to: str) -> str:
+    """A count, unless it means nothing in this tier, or the tier is not there."""
+    return NOTHING if tier.tier in unknown_to or (tier.state == "off" and not count) else short_count(count)
 
 
 def _bandwidth(tier: KVTierStatus) -> str:
     """Read and write."""
     speeds = (tier.read_mb_s, tier.write_mb_s)
-    return "/".join(f"{speed:.0f}" if speed else "-" for speed in speeds) if any(speeds) else "-"
+    return "/".join(f"{speed:.0f}" if speed else NOTHING for speed in speeds) if any(speeds) else NOTHING

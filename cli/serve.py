@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -48,6 +49,9 @@ RedisChoice = Annotated[
     ),
 ]
 RedisMib = Annotated[int, typer.Option(help="Memory in MiB of a Redis server of its own.", min=16)]
+KVTrace = Annotated[
+    Path | None, typer.Option(help="Folder where each device tells the life of its KV blocks, for `shoal kv --trace`.")
+]
 StopOnStdinEof = Annotated[bool, typer.Option("--stop-on-stdin-eof", hidden=True)]
 
 
@@ -108,11 +112,12 @@ def up(
     devices: Devices = DEFAULT_DEVICES,
     redis: RedisChoice = DEFAULT_REDIS,
     kv_redis_mib: RedisMib = DEFAULT_REDIS_MIB,
+    kv_trace: KVTrace = None,
     **values: Any,
 ) -> None:
     """Run a whole fleet on this machine until Ctrl-C."""
     config = from_environment(OrchestratorConfig, values)
-    with running_fleet(config, devices, redis, kv_redis_mib) as (fleet, status), suppress(KeyboardInterrupt):
+    with running_fleet(config, devices, redis, kv_redis_mib, kv_trace) as (fleet, status), suppress(KeyboardInterrupt):
         say(device_table(status))
         say(f"{status.model} is ready at {fleet.address}; logs are in {fleet.log_directory}")
         server = "" if fleet.config.port == DEFAULT_PORT else f" --server {fleet.address}"
@@ -123,7 +128,11 @@ def up(
 
 @contextmanager
 def running_fleet(
-    config: OrchestratorConfig, devices: str, redis: str = DEFAULT_REDIS, kv_redis_mib: int = DEFAULT_REDIS_MIB
+    config: OrchestratorConfig,
+    devices: str,
+    redis: str = DEFAULT_REDIS,
+    kv_redis_mib: int = DEFAULT_REDIS_MIB,
+    kv_trace: Path | None = None,
 ) -> Iterator[tuple[LocalFleet, FleetStatus]]:
     """Get the model if need be, start a fleet, wait until it is ready; stop it at the end, also on SIGTERM."""
     from launch.local import LocalFleet
@@ -138,7 +147,7 @@ def running_fleet(
         RedisAddress(url)
     server = None if redis != "auto" or url else EmbeddedRedis(config.home / "redis", kv_redis_mib * 2**20)
     worker = WorkerConfig(use_sockets=config.use_sockets)
-    fleet = LocalFleet(replace(config, redis_url=url), names, worker=worker, redis=server)
+    fleet = LocalFleet(replace(config, redis_url=url), names, worker=worker, redis=server, kv_trace=kv_trace)
     _require_model(config)
     started_at = time.monotonic()
     with fleet:

@@ -30,6 +30,7 @@ from shoal.config import Config, OrchestratorConfig, WorkerConfig, options
 from shoal.errors import ConfigError, ConnectionFailed, DeadlineExceeded, LaunchFailed, NotReady, PlacementImpossible
 from shoal.status import FleetStatus
 from shoal.types import DeviceMode, DeviceProfile
+from worker.kv.trace import TRACE_SUFFIX
 
 ORCHESTRATOR = "orchestrator"
 POLL_S = 0.05
@@ -98,13 +99,18 @@ class LocalFleet:
         *,
         worker: WorkerConfig | None = None,
         redis: EmbeddedRedis | None = None,
+        kv_trace: Path | None = None,
     ) -> None:
-        """redis: a server to run beside them, in place of the configuration's redis_url."""
+        """redis: a server to run beside them, in place of the configuration's redis_url.
+
+        kv_trace: a folder where each worker tells of its KV blocks, in a file of its name.
+        """
         if not devices:
             raise ConfigError("a fleet needs at least one device", field="devices")
         self._worker = worker or WorkerConfig()
         self._devices = [_Device.parse(device) if isinstance(device, str) else _Device(device) for device in devices]
         self.redis = redis
+        self._kv_trace = kv_trace
         port = config.port or _free_port(config.host)
         self.config = replace(config, port=port, expect_workers=len(devices))
         self.address = f"{_reachable(config.host)}:{port}"
@@ -130,11 +136,13 @@ class LocalFleet:
     def start(self) -> None:
         """Start all processes at once: workers ask for the orchestrator until it answers.
 
-        Raises ConfigError if the port is taken, be it by another fleet of this home that does not listen yet: its devices
-        and this one's would take each other for their own.
+        Raises ConfigError if the folder of traces cannot be made, or if the port is taken, be it by another fleet of this
+        home that does not listen yet: its devices and this one's would take each other for their own.
         """
         self._lock.enter_context(exclusive_lock(self.log_directory / "lock", self._fail_as_taken))
         _check_free(self.config.host, self.config.port)
+        if self._kv_trace is not None:
+            _make_folder(self._kv_trace)
         if self.redis is not None:
             self._start_redis(self.redis)
         self._start_child(ORCHESTRATOR, [ORCHESTRATOR, *to_flags(self.config)])
@@ -142,6 +150,8 @@ class LocalFleet:
             config = replace(self._worker, join=self.address, worker_id=worker_id, home=self.config.home)
             if device.mode:
                 config = replace(config, mode=device.mode)
+            if self._kv_trace is not None:
+                config = replace(config, kv_trace=str(self._kv_trace.absolute() / f"{worker_id}{TRACE_SUFFIX}"))
             source = device.source or self._write_profile(worker_id, device.profile)
             self._start_child(worker_id, ["worker", f"--profile={source}", *to_flags(config)], device.profile)
 
@@ -365,6 +375,15 @@ def _free_port(host: str) -> int:
     with _listen(host, 0) as listener:
         port: int = listener.getsockname()[1]
         return port
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make the folder {path} ({error.strerror}); choose another", field="kv_trace"
+        ) from None
 
 
 def _check_free(host: str, port: int) -> None:

@@ -22,11 +22,13 @@ from orchestrator.core.sequence import QosTargets
 from orchestrator.core.tenants import TenantLedger, parse_weights
 from orchestrator.engine import Engine
 from orchestrator.flow import FlowHub
+from orchestrator.likely_prefixes import LikelyPrefixes
 from orchestrator.membership import FleetServicer
 from orchestrator.requests import RequestDecoder
 from orchestrator.server import InferenceServicer, drain
 from orchestrator.sessions import SessionStore
 from orchestrator.tokenizer import Tokenizer
+from orchestrator.typed_ahead import TypedAhead
 from orchestrator.warming import Warmer
 from shoal import process, rpc
 from shoal.config import OrchestratorConfig
@@ -94,8 +96,10 @@ class Orchestrator:
         self._names = BlockNames(manifest.digest, load_secret(home / SECRET_FILE), self._link)
         self._catalogue = Catalogue(self._link, manifest.config.num_layers)
         self._warmer = Warmer(self._engine)
+        likely = LikelyPrefixes()
+        self._typed_ahead = TypedAhead(self._engine, self._catalogue, likely)
         sessions = SessionStore(self._link, manifest.digest, config.session_ttl_s)
-        self._conversations = Conversations(sessions, self._names, self._catalogue, self._engine, self._warmer)
+        self._conversations = Conversations(sessions, self._names, self._catalogue, self._engine, self._warmer, likely)
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until `stopping` is set, then drain. Raises ConnectionFailed if the port is taken."""
@@ -123,6 +127,7 @@ class Orchestrator:
             self._control.stop()
             await server.stop(CLOSE_S)
             await self._conversations.stop()
+            await self._typed_ahead.stop()
             if self._link is not None:
                 await self._link.close()
             await self._hub.stop()
@@ -149,7 +154,7 @@ class Orchestrator:
         decoder = RequestDecoder(self._manifest, tokenizer, self._names, QosClass(self._config.qos), targets)
         inference = InferenceServicer(
             self._manifest, tokenizer, decoder, self._engine, self._control,
-            self._catalogue, self._conversations, self._warmer,
+            self._catalogue, self._conversations, self._warmer, self._typed_ahead,
         )  # fmt: skip
         admin = AdminServicer(self._control, self._engine, decoder, self._names, self._conversations, self._warmer)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(inference, server)

@@ -19,6 +19,7 @@ from orchestrator.catalogue import Catalogue
 from orchestrator.conversation import Session, SessionKey
 from orchestrator.core.sequence import Sequence as AnswerSequence
 from orchestrator.engine import Engine
+from orchestrator.likely_prefixes import LikelyPrefixes
 from orchestrator.sessions import SessionStore
 from orchestrator.warming import KVPrompt, Warmer
 from shoal.errors import SessionUnavailable, ShoalError
@@ -62,12 +63,14 @@ class Conversations:
         catalogue: Catalogue,
         engine: Engine,
         warmer: Warmer,
+        likely: LikelyPrefixes,
     ) -> None:
         self._store = store
         self._names = names
         self._catalogue = catalogue
         self._engine = engine
         self._warmer = warmer
+        self._likely = likely
         self._saving: set[asyncio.Task[None]] = set()
 
     # Turns
@@ -77,14 +80,19 @@ class Conversations:
         self._warmer.abort_settling(key)
         session = await self._store.begin(key)
         turn = Turn(session)
-        if session.expires_at <= self._store.now():
-            try:
+        with contextlib.ExitStack() as undo:
+            # Also if the client leaves meanwhile.
+            undo.callback(self.leave, turn)
+            if session.expires_at <= self._store.now():
                 await self._erase(session)
-            except ShoalError:
-                self.leave(turn)
-                raise
-            turn.session = self._store.blank(key)
+                turn.session = self._store.blank(key)
+            undo.pop_all()
         return turn
+
+    async def history(self, key: SessionKey) -> tuple[int, ...]:
+        """The tokens of a session so far; none if there is no such session, or Redis alone could tell and is away."""
+        session = await self._store.peek(key)
+        return () if session is None else session.token_ids
 
     def leave(self, turn: Turn) -> None:
         """Give up a turn that leaves nothing; harmless if it is over."""
@@ -173,6 +181,7 @@ class Conversations:
         shared = {block for other in others if other.key != session.key for block in other.blocks}
         own = [block for block in session.blocks if not self._is_shared(block, shared)]
         self._engine.forget_blocks(own)
+        self._likely.forget(session.key.tenant, own)
         if not await self._catalogue.delete(own):
             raise SessionUnavailable(
                 f"the blocks of session {session.key.session_id!r} cannot be deleted: Redis does not answer now",

@@ -205,6 +205,12 @@ class Engine:
         for lane in self._lanes.values():
             lane.pipeline.keep(block_hashes, ttl_s)
 
+    def prefetch_blocks(self, block_hashes: tuple[BlockHash, ...]) -> None:
+        """Have all stages fetch the leading blocks of a prompt that may come into memory; nothing is believed for that."""
+        now = self._clock.now()
+        for lane in self._lanes.values():
+            lane.prefetch_ahead(block_hashes, now)
+
     def forget_blocks(self, block_hashes: Seq[BlockHash]) -> None:
         """Delete blocks from the memory of all stages."""
         for lane in self._lanes.values():

@@ -10,13 +10,14 @@ from collections import deque
 from dataclasses import dataclass
 
 from orchestrator.core.batch import Batch, BatchRow, Emitted, SampledId
+from orchestrator.core.restores import Prefetch
 from orchestrator.core.routing import PipelineView, RouteRequest
 from orchestrator.core.scheduler import Scheduler
 from orchestrator.core.sequence import RestoredPrefix, RunId, Sequence
 from orchestrator.core.slots import round_up_to_page
 from orchestrator.core.tenants import TenantLedger
 from orchestrator.pipeline import Pipeline
-from shoal.kv import BLOCK_TOKENS
+from shoal.kv import BLOCK_TOKENS, BlockHash
 from shoal.types import PipelineId, QosClass, SequenceId
 from shoal.v1 import flow_pb2, types_pb2
 
@@ -132,6 +133,12 @@ class Lane:
             self.prefill_rate.add(num_prefilled, now)
         for prefetch in self.scheduler.take_prefetches(now):
             self.pipeline.prefetch(prefetch)
+
+    def prefetch_ahead(self, block_hashes: tuple[BlockHash, ...], now: float) -> None:
+        """Have stages fetch the leading blocks of a prompt that may come; nothing where they keep none."""
+        if self.pipeline.limits.keeps_blocks:
+            timeout_s = self.scheduler.fetch_s(now, 0, len(block_hashes))
+            self.pipeline.prefetch(Prefetch(block_hashes, timeout_s, is_ahead=True))
 
     def _next_batch(self, now: float) -> Batch | None:
         """Make a batch, and tell stages of all runs that have ended by then: their slots may be in it for others.

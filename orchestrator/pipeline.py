@@ -110,7 +110,9 @@ class Pipeline:
 
     def prefetch(self, prefetch: Prefetch) -> None:
         """Tell all stages of blocks that will be wanted."""
-        message = flow_pb2.Prefetch(block_hashes=prefetch.block_hashes, timeout_ms=prefetch.timeout_s * 1e3)
+        message = flow_pb2.Prefetch(
+            block_hashes=prefetch.block_hashes, timeout_ms=prefetch.timeout_s * 1e3, is_ahead=prefetch.is_ahead
+        )
         self._send(self._frame(prefetch=message))
 
     def keep(self, block_hashes: Sequence[BlockHash], ttl_s: float) -> None:

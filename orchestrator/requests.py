@@ -19,7 +19,7 @@ from orchestrator.tokenizer import Tokenizer
 from shoal import messages
 from shoal.config import MAX_TARGET_MS
 from shoal.errors import ContextExceeded, InvalidRequest, ModelNotFound
-from shoal.kv import BLOCK_TOKENS
+from shoal.kv import BLOCK_TOKENS, BlockHash
 from shoal.types import ContextOverflow, KVReuse, NumericClass, QosClass, SequenceId
 from shoal.v1 import admin_pb2, inference_pb2
 
@@ -51,6 +51,15 @@ class DecodedRequest:
     sequence: AnswerSequence
     stops: tuple[str, ...]
     num_dropped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TypedPrompt:
+    """A prompt that may become longer yet, and the names of its full blocks."""
+
+    tenant: str
+    token_ids: tuple[int, ...]
+    blocks: tuple[BlockHash, ...]
 
 
 class RequestDecoder:
@@ -123,13 +132,25 @@ class RequestDecoder:
         """The tokens of a prompt that is to be computed ahead. Raises InvalidRequest or ContextExceeded."""
         return tuple(self._token_ids(request, opens_answer=False))
 
+    def typed(
+        self, request: inference_pb2.AnticipateRequest, tenant: str, history: tuple[int, ...] = ()
+    ) -> TypedPrompt:
+        """The prompt that is being typed, as far as it goes; history: the tokens of its session.
+
+        Raises InvalidRequest or ContextExceeded; without an input only where there is no session to go on with.
+        """
+        has_input = request.WhichOneof("input") is not None or not request.session_id
+        turn = self._token_ids(request, is_later_turn=bool(history), opens_answer=False) if has_input else ()
+        token_ids = history + tuple(turn)
+        return TypedPrompt(tenant, token_ids, self._names.names(tenant, token_ids))
+
     def _check_model(self, model: str) -> None:
         if model not in ("", self._manifest.name):
             raise ModelNotFound(f"model {model!r} is not served here; {self._manifest.name!r} is", field="model")
 
     def _token_ids(
         self,
-        request: inference_pb2.GenerateRequest | admin_pb2.WarmRequest,
+        request: inference_pb2.GenerateRequest | inference_pb2.AnticipateRequest | admin_pb2.WarmRequest,
         *,
         is_later_turn: bool = False,
         opens_answer: bool = True,

@@ -27,6 +27,7 @@ from orchestrator.engine import Answer, Engine, TokenEvent
 from orchestrator.requests import DecodedRequest, RequestDecoder, session_id_of, tenant_of
 from orchestrator.text import TextStream
 from orchestrator.tokenizer import Tokenizer
+from orchestrator.typed_ahead import TypedAhead
 from orchestrator.warming import Warmer
 from shoal import messages, rpc
 from shoal.errors import ContextExceeded, NotReady, ShoalError
@@ -72,6 +73,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         catalogue: Catalogue,
         conversations: Conversations,
         warmer: Warmer,
+        typed_ahead: TypedAhead,
     ) -> None:
         self._manifest = manifest
         self._tokenizer = tokenizer
@@ -81,6 +83,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._catalogue = catalogue
         self._conversations = conversations
         self._warmer = warmer
+        self._typed_ahead = typed_ahead
         self.is_draining = False
 
     @rpc.unary
@@ -97,6 +100,21 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             ready=bool(self._engine.pipelines),
         )
         return inference_pb2.ListModelsResponse(models=[summary])
+
+    @rpc.unary
+    async def Anticipate(  # noqa: N802
+        self, request: inference_pb2.AnticipateRequest, context: Any
+    ) -> inference_pb2.AnticipateResponse:
+        tenant, history = tenant_of(request.tenant), tuple[int, ...]()
+        if request.session_id:
+            history = await self._conversations.history(SessionKey(tenant, session_id_of(request.session_id)))
+        is_long = request.ByteSize() + len(history) * HISTORY_TOKEN_BYTES > LONG_REQUEST_BYTES
+        decode = self._decoder.typed
+        typed = (
+            await asyncio.to_thread(decode, request, tenant, history) if is_long else decode(request, tenant, history)
+        )
+        asked = await self._typed_ahead.prefetch(typed)
+        return inference_pb2.AnticipateResponse(num_prefixes=asked.num_prefixes, num_blocks=asked.num_blocks)
 
     @rpc.stream
     async def Generate(  # noqa: N802
@@ -115,6 +133,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 yield inference_pb2.GenerateResponse(delta=delta)
                 served.sent.append(event.token_id)
                 if end is not None:
+                    self._typed_ahead.learn(sequence)
                     saving = self._end_turn(served, end)
                     if saving is not None:
                         # Goes on where the client leaves meanwhile.

@@ -83,6 +83,17 @@ class SessionStore:
             undo.pop_all()
         return session
 
+    async def peek(self, key: SessionKey) -> Session | None:
+        """A session as it is now, whoever is at work on it; None if there is none to go on with, or none can be had now."""
+        try:
+            packed = await self._find(key)
+        except SessionUnavailable:
+            return None
+        session = None if packed is None else _readable(key, packed)
+        if session is None or session.model_digest != self._model_digest or session.expires_at <= self._clock():
+            return None
+        return session
+
     def blank(self, key: SessionKey) -> Session:
         """A conversation without a turn."""
         now = self._clock()

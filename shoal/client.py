@@ -1,5 +1,5 @@
 """The SDK: `Client` and, for asyncio, `AsyncClient`; both with `generate`, `chat`, `stream`, `list_models`,
-`status`, `explain`, `warm`, `sessions`, `delete_session`.
+`status`, `explain`, `anticipate`, `warm`, `sessions`, `delete_session`.
 
 Owns channels and the cancelling of calls that nobody reads any more. Requests and answers are built and folded in
 `shoal.generation`, errors rebuilt in `shoal.rpc`. Checks nothing that the server checks. Called by users and the CLI.
@@ -26,14 +26,17 @@ from shoal.generation import (
     Generation,
     Messages,
     Prompt,
+    build_anticipate_request,
     build_request,
     build_warm_request,
     deadline_s,
 )
 from shoal.kept import (
+    Anticipated,
     DeletedSession,
     SessionStatus,
     Warmed,
+    anticipated_from_proto,
     deleted_from_proto,
     sessions_from_proto,
     warmed_from_proto,
@@ -226,6 +229,16 @@ class Client:
         request = admin_pb2.ExplainRequest(request_id=request_id)
         return explanation_from_proto(self._call(self._admin.Explain, request))
 
+    def anticipate(
+        self, prompt: Prompt | None = None, *, messages: Messages | None = None, tenant: str = "", session_id: str = ""
+    ) -> Anticipated:
+        """Have workers fetch KV from Redis that a prompt, as far as it is typed, will probably begin with; compute nothing.
+
+        With a session what is typed is its next turn, and may be left out. Raises InvalidRequest and ContextExceeded.
+        """
+        request = build_anticipate_request(prompt, messages, tenant, session_id)
+        return anticipated_from_proto(self._call(self._inference.Anticipate, request))
+
     def warm(
         self,
         prompt: Prompt | None = None,
@@ -320,6 +333,17 @@ class AsyncClient:
         """Why a recent request ran where and when it did; empty: the newest. Raises RequestNotFound."""
         method = admin_pb2_grpc.AdminServiceStub(self._open()).Explain
         return explanation_from_proto(await self._call(method, admin_pb2.ExplainRequest(request_id=request_id)))
+
+    async def anticipate(
+        self, prompt: Prompt | None = None, *, messages: Messages | None = None, tenant: str = "", session_id: str = ""
+    ) -> Anticipated:
+        """Have workers fetch KV from Redis that a prompt, as far as it is typed, will probably begin with; compute nothing.
+
+        With a session what is typed is its next turn, and may be left out. Raises InvalidRequest and ContextExceeded.
+        """
+        request = build_anticipate_request(prompt, messages, tenant, session_id)
+        method = inference_pb2_grpc.InferenceServiceStub(self._open()).Anticipate
+        return anticipated_from_proto(await self._call(method, request))
 
     async def warm(
         self,

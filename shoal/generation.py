@@ -241,6 +241,18 @@ def build_warm_request(
     return request
 
 
+def build_anticipate_request(
+    prompt: Prompt | None, messages: Messages | None, tenant: str, session_id: str
+) -> inference_pb2.AnticipateRequest:
+    """Make the message that tells of what is being typed; a session alone will do. Raises as build_request does."""
+    request = inference_pb2.AnticipateRequest(
+        tenant=_text("tenant", tenant), session_id=_text("session_id", session_id)
+    )
+    if prompt is not None or messages is not None or not session_id:
+        _set_input(request, prompt, messages)
+    return request
+
+
 def deadline_s(options: GenerateOptions, otherwise: float | None) -> float | None:
     """What a call may take. Raises TypeError and InvalidRequest for what is no time above 0."""
     value: object = options.get("deadline_s")
@@ -253,7 +265,9 @@ def deadline_s(options: GenerateOptions, otherwise: float | None) -> float | Non
 
 
 def _set_input(
-    request: inference_pb2.GenerateRequest | admin_pb2.WarmRequest, prompt: Prompt | None, messages: Messages | None
+    request: inference_pb2.GenerateRequest | inference_pb2.AnticipateRequest | admin_pb2.WarmRequest,
+    prompt: Prompt | None,
+    messages: Messages | None,
 ) -> None:
     if (prompt is None) == (messages is None):
         raise TypeError("give either a prompt or messages")

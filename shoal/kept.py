@@ -35,6 +35,14 @@ class Warmed:
 
 
 @dataclass(frozen=True, slots=True)
+class Anticipated:
+    """What workers fetch for a prompt that is being typed, as far as they lack it: blocks in Redis, of so many prefixes."""
+
+    num_prefixes: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class SessionStatus:
     """A conversation that is kept. kept_tokens: tokens in full blocks whose KV was handed to the tiers."""
 
@@ -62,6 +70,10 @@ def cache_use_from_proto(message: inference_pb2.CacheUse) -> CacheUse:
 
 def warmed_from_proto(message: admin_pb2.WarmResponse) -> Warmed:
     return Warmed(message.prompt_tokens, message.kept_tokens, message.cached_tokens)
+
+
+def anticipated_from_proto(message: inference_pb2.AnticipateResponse) -> Anticipated:
+    return Anticipated(message.num_prefixes, message.num_blocks)
 
 
 def sessions_from_proto(message: admin_pb2.ListSessionsResponse) -> tuple[SessionStatus, ...]:

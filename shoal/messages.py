@@ -132,6 +132,8 @@ _KV_TIER_FIELDS: Final = (
     "mean_age_s",
     "read_mb_s",
     "write_mb_s",
+    "queued_bytes",
+    "max_queued_bytes",
 )
 
 

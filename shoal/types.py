@@ -242,7 +242,8 @@ class KVTierStatus:
 
     tier: device, host or redis. state: ok; of redis also off, connecting, open or slow. mismatches: by reason, stored bytes
     that were not the block that was asked for. oldest_s, mean_age_s: time since the last use. read_mb_s, write_mb_s: of the
-    last transfers, 0 before there was one.
+    last transfers, 0 before there was one. queued_bytes: what waits to be written to redis; of what that holds, and loses,
+    one worker knows nothing, so bytes, blocks and evictions are 0.
     """
 
     tier: str
@@ -260,6 +261,8 @@ class KVTierStatus:
     mean_age_s: float = 0.0
     read_mb_s: float = 0.0
     write_mb_s: float = 0.0
+    queued_bytes: int = 0
+    max_queued_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,8 @@ from worker.kv.policy import coarser
 
 # At about 1.5 ms each.
 TURN_BLOCKS = 4
+# Fetched at a time: they may take memory beyond what blocks are kept in.
+FETCH_BLOCKS = 16
 
 # What goes on to the next stage.
 Message = flow_pb2.Restore | flow_pb2.Prefetch | flow_pb2.KeepBlocks | flow_pb2.ForgetBlocks
@@ -50,13 +52,17 @@ class _Names:
 
 @dataclass(slots=True)
 class _Restoring:
-    """chain: blocks that all stages before have. fetch_began_at: None before anything was fetched."""
+    """chain: blocks that all stages before have. fetch_began_at: None before anything was fetched.
+
+    num_at_fetch: blocks that were done when the last fetch began.
+    """
 
     request: flow_pb2.Restore
     chain: tuple[ChainBlock, ...]
     done: list[RestoredBlock] = field(default_factory=list)
     fetched: Found = field(default_factory=dict)
     fetch_began_at: float | None = None
+    num_at_fetch: int = -1
 
 
 class Reuse:
@@ -138,43 +144,55 @@ class Reuse:
         return True
 
     def _fetch(self, restoring: _Restoring) -> bool:
-        """Fetch what is missing, once; the stages after do so at the same time. False if nothing will come."""
-        request, timeout_ms = restoring.request, restoring.request.fetch_timeout_ms
-        if restoring.fetch_began_at is not None or timeout_ms <= 0.0:
+        """Fetch some of what is missing; the stages after do so at the same time. False if nothing will come.
+
+        A few blocks at a time, for they may be more than memory holds; not again after a fetch that was of no use.
+        """
+        request, num_done = restoring.request, len(restoring.done)
+        left_s = (request.fetch_timeout_ms - self._spent_ms(restoring)) / 1e3
+        missing = restoring.chain[num_done : num_done + FETCH_BLOCKS]
+        # Held is what may not be used: not exact, though that is asked for.
+        if left_s <= 0.0 or restoring.num_at_fetch == num_done or self._cache.holds(missing[0].key):
             return False
-        restoring.fetch_began_at = self._clock()
-        missing = restoring.chain[len(restoring.done) :]
-        if self._cache.holds(missing[0].key):
-            return False  # not exact, though that is asked for
+        is_first = restoring.fetch_began_at is None
+        if is_first:
+            restoring.fetch_began_at = self._clock()
+        restoring.num_at_fetch = num_done
 
         def go_on(found: Found) -> None:
             restoring.fetched = found
             self._post(RestoreReady(*self._where, request.slot, request.sequence_id))
 
-        if not self._cache.fetch(missing, timeout_ms / 1e3, go_on):
+        if not self._cache.fetch(missing, left_s, go_on):
             return False
-        hashes = [chain.block_hash for chain in restoring.chain]
-        self._send(flow_pb2.Prefetch(block_hashes=hashes, timeout_ms=timeout_ms))
+        if is_first:
+            hashes = [chain.block_hash for chain in restoring.chain]
+            self._send(flow_pb2.Prefetch(block_hashes=hashes, timeout_ms=request.fetch_timeout_ms))
         return True
 
+    def _spent_ms(self, restoring: _Restoring) -> float:
+        """Since the first fetch."""
+        began_at = restoring.fetch_began_at
+        return 0.0 if began_at is None else (self._clock() - began_at) * 1e3
+
     def _finish(self, restoring: _Restoring) -> None:
-        request, began_at = restoring.request, restoring.fetch_began_at
+        request = restoring.request
         del self._restoring[request.slot]
-        spent_ms = 0.0 if began_at is None else (self._clock() - began_at) * 1e3
         self._send(
             flow_pb2.Restore(
                 sequence_id=request.sequence_id,
                 slot=request.slot,
                 block_hashes=request.block_hashes,
                 is_exact_only=request.is_exact_only,
-                fetch_timeout_ms=max(0.0, request.fetch_timeout_ms - spent_ms),
+                fetch_timeout_ms=max(0.0, request.fetch_timeout_ms - self._spent_ms(restoring)),
                 restored=joined(None if self._is_first else request.restored, restoring.done),
             )
         )
 
     def prefetch(self, request: flow_pb2.Prefetch) -> None:
         self._send(request)
-        self._cache.prefetch(self._form.chain(names_of(request.block_hashes)), request.timeout_ms / 1e3)
+        blocks = self._form.chain(names_of(request.block_hashes))
+        self._cache.prefetch(blocks, request.timeout_ms / 1e3, is_ahead=request.is_ahead)
 
     def keep(self, request: flow_pb2.KeepBlocks) -> None:
         self._send(request)

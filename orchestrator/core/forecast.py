@@ -19,8 +19,9 @@ from shoal.types import QosClass
 
 # What fetching blocks may take of the time that computing them would: the rest pays for trying in vain.
 FETCH_SHARE = 0.8
-# Before it is known how long computing takes.
-DEFAULT_FETCH_S = 0.2
+# Before it is known how long computing takes: a block at a speed of 640 tokens a second, and something for the way.
+UNKNOWN_BLOCK_S = 0.1
+UNKNOWN_FETCH_S = 0.2
 
 
 class Forecast:
@@ -66,7 +67,7 @@ class Forecast:
     def fetch_s(self, first: int, stop: int, moment: Moment) -> float:
         """How long stages may try to fetch the blocks [first, stop) of a prompt instead of computing them."""
         if not self._times.is_known:
-            return DEFAULT_FETCH_S
+            return UNKNOWN_FETCH_S + (stop - first) * UNKNOWN_BLOCK_S
         start, end = first * BLOCK_TOKENS, stop * BLOCK_TOKENS
         return FETCH_SHARE * self._prefill_s(start, end, self._pace(start, end, moment))
 

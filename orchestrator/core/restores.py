@@ -34,10 +34,11 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """Tells the stages of blocks that a waiting sequence will want."""
+    """Tells the stages of leading blocks that a waiting sequence will want, or (is_ahead) one that has not come yet may."""
 
     block_hashes: tuple[BlockHash, ...]
     timeout_s: float
+    is_ahead: bool = False
 
 
 class Restores:
@@ -99,14 +100,14 @@ class Restores:
         return restores
 
     def take_prefetches(self, fetch_s: FetchTime) -> list[Prefetch]:
-        """What those who came since the last call and wait still want, and only Redis is believed to hold."""
+        """The leading blocks that those who came since the last call and wait still want, as far as Redis may have more."""
         newcomers, self._newcomers = self._newcomers, []
         prefetches = []
         for sequence in newcomers:
             blocks = sequence.restorable_blocks
             first, stop = self.index.match(blocks), min(sequence.num_stored_blocks, len(blocks))
             if sequence.state is SequenceState.WAITING and first < stop:
-                prefetches.append(Prefetch(blocks[first:stop], fetch_s(first, stop)))
+                prefetches.append(Prefetch(blocks[:stop], fetch_s(first, stop)))
         return prefetches
 
     def answer(self, run_id: RunId, prefix: RestoredPrefix, now: float) -> Sequence | None:

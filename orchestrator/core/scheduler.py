@@ -256,7 +256,7 @@ class Scheduler:
 
     def take_prefetches(self, now: float) -> list[Prefetch]:
         """What stages should fetch for those who came since the last call and wait, as long as they do."""
-        return self.restores.take_prefetches(partial(self._fetch_s, now))
+        return self.restores.take_prefetches(partial(self.fetch_s, now))
 
     def restored(self, run_id: RunId, prefix: RestoredPrefix, now: float) -> None:
         """Let the prompt of a run go on behind what stages have restored; nothing if nobody awaits that (any more)."""
@@ -288,7 +288,8 @@ class Scheduler:
         """Say what a request that comes now may expect, num_cached of its prompt being there, as far as times are known."""
         return self._forecast.predict(num_prompt, qos, self._moment(now), num_cached)
 
-    def _fetch_s(self, now: float, first: int, stop: int) -> float:
+    def fetch_s(self, now: float, first: int, stop: int) -> float:
+        """How long stages may try to fetch the blocks [first, stop) of a prompt."""
         return self._forecast.fetch_s(first, stop, self._moment(now))
 
     def _moment(self, now: float) -> Moment:
@@ -369,7 +370,7 @@ class Scheduler:
             return False
         self._num_runs += 1
         self._runs[run_id] = sequence
-        if not self.restores.ask(sequence, partial(self._fetch_s, now), now):
+        if not self.restores.ask(sequence, partial(self.fetch_s, now), now):
             self._admission.join(sequence)
         return True
 

@@ -92,14 +92,25 @@ class PrefixSketches:
     def __len__(self) -> int:
         return len(self._order)
 
-    def add(self, scope: str, prefix: BlockHash, token_ids: Sequence[int]) -> None:
-        """Note that the KV of these tokens, of which prefix names the last full block, is kept."""
+    def __contains__(self, key: tuple[str, BlockHash]) -> bool:
+        return key in self._order
+
+    def add(self, scope: str, prefix: BlockHash, sketch: Sketch) -> list[tuple[str, BlockHash]]:
+        """Note that the KV of a text, whose last full block prefix names, is kept; returns what is forgotten for it."""
         self.remove(scope, [prefix])
-        self._scopes.setdefault(scope, {})[prefix] = make_sketch(token_ids)
+        self._scopes.setdefault(scope, {})[prefix] = sketch
         self._order[scope, prefix] = None
-        while len(self._order) > self._max_prefixes:
-            oldest_scope, oldest = next(iter(self._order))
+        forgotten = list(self._order)[: max(0, len(self._order) - self._max_prefixes)]
+        for oldest_scope, oldest in forgotten:
             self.remove(oldest_scope, [oldest])
+        return forgotten
+
+    def use(self, scope: str, prefix: BlockHash) -> bool:
+        """Note a use of a prefix; False if it is not known."""
+        if (scope, prefix) not in self._order:
+            return False
+        self._order[scope, prefix] = self._order.pop((scope, prefix))
+        return True
 
     def remove(self, scope: str, prefixes: Iterable[BlockHash]) -> None:
         """Forget prefixes; those that are not known are passed over."""
@@ -110,10 +121,13 @@ class PrefixSketches:
                 if not self._scopes[scope]:
                     del self._scopes[scope]
 
-    def find(self, scope: str, token_ids: Sequence[int], max_candidates: int) -> list[Candidate]:
+    def find(self, scope: str, sketch: Sketch, max_candidates: int) -> list[Candidate]:
         """Find the prefixes of a scope that share most with a prompt; finding one is a use of it."""
-        sketch = make_sketch(token_ids)
-        found = [Candidate(prefix, compare(sketch, kept)) for prefix, kept in self._scopes.get(scope, {}).items()]
+        found = [
+            Candidate(prefix, compare(sketch, kept))
+            for prefix, kept in self._scopes.get(scope, {}).items()
+            if not kept.hashes.isdisjoint(sketch.hashes)
+        ]
         likely = [
             one
             for one in found
@@ -122,7 +136,7 @@ class PrefixSketches:
         # Of equal ones the smallest text: the rest of a larger one is less likely to be needed.
         likely.sort(key=lambda one: (-one.overlap.num_shared, -one.overlap.resemblance, one.prefix))
         for one in reversed(likely[:max_candidates]):
-            self._order[scope, one.prefix] = self._order.pop((scope, one.prefix))
+            self.use(scope, one.prefix)
         return likely[:max_candidates]
 
     def check_invariants(self) -> None:

@@ -164,7 +164,7 @@ class Telemetry(_message.Message):
     def __init__(self, rss_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., free_memory_bytes: _Optional[int] = ..., cpu_load: _Optional[float] = ..., temperature_c: _Optional[float] = ..., battery_percent: _Optional[float] = ..., is_charging: _Optional[bool] = ..., other_load: _Optional[float] = ..., clock: _Optional[float] = ..., kv_tiers: _Optional[_Iterable[_Union[KVTierStatus, _Mapping]]] = ...) -> None: ...
 
 class KVTierStatus(_message.Message):
-    __slots__ = ("tier", "state", "budget_bytes", "used_bytes", "num_blocks", "hits", "misses", "puts", "evictions", "dropped_writes", "mismatches", "oldest_s", "mean_age_s", "read_mb_s", "write_mb_s")
+    __slots__ = ("tier", "state", "budget_bytes", "used_bytes", "num_blocks", "hits", "misses", "puts", "evictions", "dropped_writes", "mismatches", "oldest_s", "mean_age_s", "read_mb_s", "write_mb_s", "queued_bytes", "max_queued_bytes")
     class MismatchesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -187,6 +187,8 @@ class KVTierStatus(_message.Message):
     MEAN_AGE_S_FIELD_NUMBER: _ClassVar[int]
     READ_MB_S_FIELD_NUMBER: _ClassVar[int]
     WRITE_MB_S_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_QUEUED_BYTES_FIELD_NUMBER: _ClassVar[int]
     tier: str
     state: str
     budget_bytes: int
@@ -202,7 +204,9 @@ class KVTierStatus(_message.Message):
     mean_age_s: float
     read_mb_s: float
     write_mb_s: float
-    def __init__(self, tier: _Optional[str] = ..., state: _Optional[str] = ..., budget_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., puts: _Optional[int] = ..., evictions: _Optional[int] = ..., dropped_writes: _Optional[int] = ..., mismatches: _Optional[_Mapping[str, int]] = ..., oldest_s: _Optional[float] = ..., mean_age_s: _Optional[float] = ..., read_mb_s: _Optional[float] = ..., write_mb_s: _Optional[float] = ...) -> None: ...
+    queued_bytes: int
+    max_queued_bytes: int
+    def __init__(self, tier: _Optional[str] = ..., state: _Optional[str] = ..., budget_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., puts: _Optional[int] = ..., evictions: _Optional[int] = ..., dropped_writes: _Optional[int] = ..., mismatches: _Optional[_Mapping[str, int]] = ..., oldest_s: _Optional[float] = ..., mean_age_s: _Optional[float] = ..., read_mb_s: _Optional[float] = ..., write_mb_s: _Optional[float] = ..., queued_bytes: _Optional[int] = ..., max_queued_bytes: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("telemetry",)

@@ -206,12 +206,14 @@ class Restored(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., restored: _Optional[_Union[RestoredBlocks, _Mapping]] = ...) -> None: ...
 
 class Prefetch(_message.Message):
-    __slots__ = ("block_hashes", "timeout_ms")
+    __slots__ = ("block_hashes", "timeout_ms", "is_ahead")
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    IS_AHEAD_FIELD_NUMBER: _ClassVar[int]
     block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
     timeout_ms: float
-    def __init__(self, block_hashes: _Optional[_Iterable[bytes]] = ..., timeout_ms: _Optional[float] = ...) -> None: ...
+    is_ahead: bool
+    def __init__(self, block_hashes: _Optional[_Iterable[bytes]] = ..., timeout_ms: _Optional[float] = ..., is_ahead: _Optional[bool] = ...) -> None: ...
 
 class KeepBlocks(_message.Message):
     __slots__ = ("block_hashes", "ttl_s")

@@ -189,3 +189,25 @@ class ListModelsResponse(_message.Message):
     MODELS_FIELD_NUMBER: _ClassVar[int]
     models: _containers.RepeatedCompositeFieldContainer[ModelSummary]
     def __init__(self, models: _Optional[_Iterable[_Union[ModelSummary, _Mapping]]] = ...) -> None: ...
+
+class AnticipateRequest(_message.Message):
+    __slots__ = ("prompt", "chat", "tokens", "tenant", "session_id")
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    CHAT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    prompt: str
+    chat: ChatInput
+    tokens: TokenInput
+    tenant: str
+    session_id: str
+    def __init__(self, prompt: _Optional[str] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., tokens: _Optional[_Union[TokenInput, _Mapping]] = ..., tenant: _Optional[str] = ..., session_id: _Optional[str] = ...) -> None: ...
+
+class AnticipateResponse(_message.Message):
+    __slots__ = ("num_prefixes", "num_blocks")
+    NUM_PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    num_prefixes: int
+    num_blocks: int
+    def __init__(self, num_prefixes: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...

@@ -45,6 +45,11 @@ class InferenceServiceStub:
                 request_serializer=shoal_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=shoal_dot_v1_dot_inference__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
+        self.Anticipate = channel.unary_unary(
+                '/shoal.v1.InferenceService/Anticipate',
+                request_serializer=shoal_dot_v1_dot_inference__pb2.AnticipateRequest.SerializeToString,
+                response_deserializer=shoal_dot_v1_dot_inference__pb2.AnticipateResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer:
@@ -65,6 +70,13 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Anticipate(self, request, context):
+        """Has workers fetch KV from Redis that a prompt that is still being typed will probably begin with. Computes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +89,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.ListModels,
                     request_deserializer=shoal_dot_v1_dot_inference__pb2.ListModelsRequest.FromString,
                     response_serializer=shoal_dot_v1_dot_inference__pb2.ListModelsResponse.SerializeToString,
+            ),
+            'Anticipate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Anticipate,
+                    request_deserializer=shoal_dot_v1_dot_inference__pb2.AnticipateRequest.FromString,
+                    response_serializer=shoal_dot_v1_dot_inference__pb2.AnticipateResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -134,6 +151,33 @@ class InferenceService:
             '/shoal.v1.InferenceService/ListModels',
             shoal_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
             shoal_dot_v1_dot_inference__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Anticipate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.v1.InferenceService/Anticipate',
+            shoal_dot_v1_dot_inference__pb2.AnticipateRequest.SerializeToString,
+            shoal_dot_v1_dot_inference__pb2.AnticipateResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -25,21 +25,21 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 DRAWN: dict[str, Any] = {"temperature": 8.0, "seed": 11, "ignore_eos": True}
 LONG_PROMPT = make_tokens(150, 280, seed=4)
 QUESTIONS: dict[str, dict[str, Any]] = {
-    "greedy": {"prompt": "hello world", "max_tokens": 24, "num_logprobs": 5},
-    "drawn": {"prompt": "hello world", "max_tokens": 40, "num_logprobs": 2, **DRAWN},
+    "greedy": {"prompt": "hello world", "max_tokens": 18, "num_logprobs": 5},
+    "drawn": {"prompt": "hello world", "max_tokens": 34, "num_logprobs": 2, **DRAWN},
     "a long prompt": {"prompt": LONG_PROMPT, "max_tokens": 8, "num_logprobs": 3, **DRAWN},
-    "one token": {"prompt": [7], "max_tokens": 12, "num_logprobs": 3, **DRAWN},
+    "one token": {"prompt": [7], "max_tokens": 6, "num_logprobs": 3, **DRAWN},
     "penalised": {
         "prompt": "the the the",
-        "max_tokens": 16,
+        "max_tokens": 10,
         "repetition_penalty": 1.3,
         "presence_penalty": 0.5,
         "frequency_penalty": 0.5,
         "num_logprobs": 1,
         **DRAWN,
     },
-    "chat": {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 10, "num_logprobs": 1, **DRAWN},
-    "solo": {"prompt": "hello world", "max_tokens": 24, "qos_class": "latency", "num_logprobs": 5, **DRAWN},
+    "chat": {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 6, "num_logprobs": 1, **DRAWN},
+    "solo": {"prompt": "hello world", "max_tokens": 18, "qos_class": "latency", "num_logprobs": 5, **DRAWN},
     "solo greedy": {"prompt": LONG_PROMPT, "max_tokens": 8, "qos_class": "latency", "num_logprobs": 5},
 }
 # How frames get from stage to stage, the number of devices, and the options of the fleet.

@@ -187,7 +187,7 @@ async def test_a_conversation_longer_than_the_context_is_refused_with_the_number
         "session 'talk' has 108 tokens, and this turn adds 150: the prompt has 258 tokens; the context is 256"
         in refused.message
     )
-    assert "begin a new session" in refused.message
+    assert "or begin a new one" in refused.message
 
 
 @pytest.mark.parametrize("session_id", ["a b", "ä", "a/b", "x" * 129, "a\n"])

@@ -268,6 +268,19 @@ def test_what_only_the_tier_below_has_is_fetched(open_stages: Open) -> None:
     assert restore(restarted, 2).num_from_redis == 0
 
 
+def test_a_prompt_of_more_blocks_than_memory_holds_is_fetched_bit_by_bit(open_stages: Open) -> None:
+    _, expected = answer_without_reuse(open_stages)
+    lower = MemoryLowerTier()
+    prefill(open_stages(lower=lower), 1)
+    restarted = open_stages(lower=lower, budget_bytes=2 * LAYER_BLOCK_BYTES + HEADER_BYTES)
+
+    restored = restore(restarted, 1, fetch_timeout_ms=5000.0)
+    prefill(restarted, 1, begin=192)
+
+    assert (restored.num_blocks, restored.num_from_redis) == (3, 3)
+    assert slot_contents(restarted) == expected
+
+
 def test_without_time_to_fetch_only_memory_is_asked(open_stages: Open) -> None:
     lower = MemoryLowerTier()
     prefill(open_stages(lower=lower), 1)
@@ -320,6 +333,18 @@ def test_what_was_fetched_ahead_need_not_be_fetched_again(open_stages: Open) -> 
     restored = restore(stages, 1)
 
     assert (restored.num_blocks, restored.num_from_redis) == (3, 3)
+    assert lower.num_fetches == 2
+
+
+def test_what_was_fetched_before_any_request_came_was_in_memory_for_it(open_stages: Open) -> None:
+    lower = MemoryLowerTier()
+    prefill(open_stages(lower=lower), 1)
+    stages = open_stages(lower=lower)
+
+    stages.send(make_frame(prefetch=flow_pb2.Prefetch(block_hashes=NAMES, timeout_ms=50.0, is_ahead=True)))
+    restored = restore(stages, 1)
+
+    assert (restored.num_blocks, restored.num_from_redis) == (3, 0)
     assert lower.num_fetches == 2
 
 
@@ -399,16 +424,18 @@ def test_forgotten_blocks_are_gone_at_all_stages(open_stages: Open) -> None:
 
 
 def test_kept_blocks_stay_when_others_need_room(open_stages: Open) -> None:
-    stages = open_stages((), budget_bytes=3 * (3 * LAYER_BLOCK_BYTES + HEADER_BYTES))
+    stages = open_stages((), budget_bytes=6 * (3 * LAYER_BLOCK_BYTES + HEADER_BYTES))
     stages.send(make_frame(keep_blocks=flow_pb2.KeepBlocks(block_hashes=NAMES, ttl_s=60.0)))
     prefill(stages, 1)
-    others = chain(KVScope("11" * 32, "f32-rope-1"), PROMPT)
-    prefill(stages, 2, slot=1, names=others)
+    for number in (1, 2, 3):
+        others = chain(KVScope(f"{number}{number}" * 32, "f32-rope-1"), PROMPT)
+        prefill(stages, 1 + number, slot=1, names=others)
+        stages.send(make_cancel((1 + number, 1)))
     stages.take_results()
 
-    stages.send(make_cancel((1, 0), (2, 1)))
+    stages.send(make_cancel((1, 0)))
 
-    assert restore(stages, 3).num_blocks == 3
+    assert restore(stages, 9).num_blocks == 3
 
 
 def test_what_was_fetched_for_a_cancelled_restore_does_not_end_the_next_one_in_the_slot(open_stages: Open) -> None:

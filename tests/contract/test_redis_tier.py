@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,17 @@ def test_a_value_of_another_block_is_a_miss(redis_server: EmbeddedRedis) -> None
 
         assert fetch(tier, [one]) == {}
         assert tier.status().mismatches == {"other_key": 1}
+
+
+def test_who_takes_a_sound_block_for_another_one_does_not_have_it_deleted(server_url: str) -> None:
+    (block,) = make_blocks(1, name="sound")
+    mistaken = replace(block, label=replace(block.label, position=block.label.position + 64))
+    with started(server_url) as tier:
+        write(tier, [block])
+
+        assert fetch(tier, [mistaken]) == {}
+        assert tier.status().mismatches == {"other_position": 1}
+        assert fetch(tier, [block]).keys() == {block.key}
 
 
 def test_a_value_that_was_evicted_is_a_miss_and_promised_no_more(redis_server: EmbeddedRedis) -> None:

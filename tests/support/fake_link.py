@@ -5,10 +5,13 @@ Knows the commands that the orchestrator sends; the contract suite of what the o
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from typing import Any
 
+from shoal.kv import BlockHash, layer_key
 from shoal.redis_connection import Command
-from shoal.redis_link import AsyncRedisLink
+from shoal.redis_link import AsyncRedisLink, block_manifest_key, block_value_key
+from shoal.types import LayerRange
 
 
 class FakeLink(AsyncRedisLink):
@@ -60,3 +63,12 @@ class FakeLink(AsyncRedisLink):
     def _remove(self, key: bytes) -> int:
         kinds: tuple[dict[bytes, Any], ...] = (self.values, self.sets, self.hashes)
         return sum(kind.pop(key, None) is not None for kind in kinds)
+
+
+def store_blocks(link: FakeLink, blocks: Seq[BlockHash], ranges: Seq[tuple[int, int]] = ((0, 3),)) -> None:
+    """What workers write of blocks."""
+    for block in blocks:
+        fields = {f"{start}-{stop}".encode(): b"f32:1" for start, stop in ranges}
+        link.hashes[block_manifest_key(block)] = fields
+        for start, stop in ranges:
+            link.values[block_value_key(layer_key(block, LayerRange(start, stop)))] = b"kv"

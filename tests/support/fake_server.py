@@ -71,6 +71,7 @@ class FakeOrchestrator(
         self.deadlines_s: list[float | None] = []
         self.explanation: admin_pb2.ExplainResponse | ShoalError = admin_pb2.ExplainResponse(request_id="r-1")
         self.explained: list[str] = []
+        self.anticipated: list[inference_pb2.AnticipateRequest] = []
         self.warmed: list[admin_pb2.WarmRequest] = []
         self.sessions = [
             admin_pb2.SessionStatus(
@@ -109,6 +110,13 @@ class FakeOrchestrator(
             name="tiny", digest="ab" * 32, num_layers=30, context_tokens=2048, ready=True
         )
         return inference_pb2.ListModelsResponse(models=[summary])
+
+    @unary
+    async def Anticipate(  # noqa: N802
+        self, request: inference_pb2.AnticipateRequest, context: Context
+    ) -> inference_pb2.AnticipateResponse:
+        self.anticipated.append(request)
+        return inference_pb2.AnticipateResponse(num_prefixes=2, num_blocks=5)
 
     @unary
     async def GetStatus(  # noqa: N802

@@ -44,9 +44,10 @@ class ReferenceDecoder:
 
     def _weight(self, name: str) -> Floats:
         tensor = self._tensors[name]
-        # A plain array: dequantising a memmap in small pieces takes twice as long.
-        weight: Floats = dequantize(np.asarray(tensor.data), tensor.tensor_type).astype(np.float32)
-        return weight
+        # A plain array, and one row, since rows are dequantised in small pieces, which takes several times as long.
+        stored = np.asarray(tensor.data)
+        weight: Floats = dequantize(stored.reshape(1, -1), tensor.tensor_type).astype(np.float32, copy=False)
+        return weight.reshape(*stored.shape[:-1], -1)
 
     def _norm(self, x: Floats, name: str) -> Floats:
         scale = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + self._epsilon)

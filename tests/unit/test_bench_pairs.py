@@ -28,8 +28,8 @@ def test_a_pair_whose_three_runs_were_undisturbed_counts() -> None:
 
 @pytest.mark.parametrize("disturbed", ["before", "after"])
 def test_a_pair_does_not_count_if_a_baseline_had_company(disturbed: str) -> None:
-    runs = {"before": make_run(), "candidate": make_run(), "after": make_run(), disturbed: make_run(busy=1.31)}
-    assert not Pair(**runs).counts
+    runs = {"before": make_run(), "after": make_run(), disturbed: make_run(busy=1.31)}
+    assert not Pair(runs["before"], make_run(), runs["after"]).counts
 
 
 def test_a_pair_does_not_count_if_others_computed_beside_the_pipeline() -> None:

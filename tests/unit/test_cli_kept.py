@@ -35,13 +35,17 @@ HOST = make_tier(
     "host", budget_bytes=256 * MIB, used_bytes=12 * MIB, num_blocks=8, hits=1234, misses=12, evictions=3,
     mean_age_s=7300.0, read_mb_s=912.4, write_mb_s=804.0,
 )  # fmt: skip
-REDIS = make_tier("redis", state="connecting", hits=12_345, dropped_writes=4, mismatches={"checksum": 2, "codec": 1})
+REDIS = make_tier(
+    "redis", state="connecting", hits=12_345, puts=77, dropped_writes=4, mismatches={"checksum": 2, "codec": 1},
+    queued_bytes=3 * MIB, max_queued_bytes=32 * MIB,
+)  # fmt: skip
 STATUS = admin_pb2.GetStatusResponse(
     model="tiny",
     devices=[
-        make_device("phone-1", make_tier("device", used_bytes=MIB), HOST, REDIS, host_kv_bytes=256 * MIB),
+        make_device("phone-1", make_tier("device", used_bytes=MIB, num_blocks=2), HOST, REDIS, host_kv_bytes=256 * MIB),
         make_device("tablet-with-a-name", HOST, kv_policy="compact"),
         make_device("spare"),
+        make_device("without", make_tier("redis", state="off")),
     ],
 )
 
@@ -59,9 +63,10 @@ def test_kv_has_a_row_for_each_device_and_tier(run: Run) -> None:
         rows = rows_of(run("kv", "--server", server.address))
 
     assert "device tier state MiB used blocks hits misses evicted age MB/s" in rows
-    assert "phone-1 device ok 1.0 0 0 0 0 - -" in rows
+    assert "phone-1 device ok 1.0 2 - - - - -" in rows
     assert "host ok 12 of 256 8 1234 12 3 2h 912/804" in rows
-    assert "redis connecting 0 0 12k 0 0 - -" in rows
+    assert "redis connecting - 77 12k 0 - - -" in rows
+    assert "without redis off - - - - - - -" in rows
     assert not any("spare" in row for row in rows)
 
 
@@ -70,6 +75,8 @@ def test_kv_tells_of_what_was_given_up_what_was_not_right_and_of_policies(run: R
         rows = rows_of(run("kv", "--server", server.address))
 
     assert "phone-1, redis: 4 writes given up" in rows
+    assert "phone-1, redis: 3.0 of at most 32 MiB wait to be written" in rows
+    assert sum("Redis may have lost some" in row for row in rows) == 1
     assert "phone-1, redis: stored bytes that were not the block: 2 checksum, 1 codec" in rows
     assert any(row.startswith("tablet-with-a-name keeps KV by the policy compact") for row in rows)
 
@@ -78,7 +85,7 @@ def test_kv_as_json_has_all_figures(run: Run) -> None:
     with FakeServer(status=STATUS) as server:
         printed = json.loads(run("kv", "--json", "--server", server.address).out)
 
-    phone, tablet = printed["devices"]
+    phone, tablet, _ = printed["devices"]
     assert (phone["worker_id"], phone["host_kv_bytes"], tablet["kv_policy"]) == ("phone-1", 256 * MIB, "compact")
     assert [tier["tier"] for tier in phone["tiers"]] == ["device", "host", "redis"]
     assert phone["tiers"][2]["mismatches"] == {"checksum": 2, "codec": 1}

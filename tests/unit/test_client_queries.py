@@ -6,7 +6,7 @@ import pytest
 
 from shoal import AsyncClient, Client
 from shoal.errors import InvalidRequest, SessionNotFound
-from shoal.kept import CacheUse, DeletedSession, SessionStatus, Warmed
+from shoal.kept import Anticipated, CacheUse, DeletedSession, SessionStatus, Warmed
 from shoal.types import KVReuse, LayerRange, QosClass
 from shoal.v1 import admin_pb2, fleet_pb2, inference_pb2, types_pb2
 from tests.support.fake_server import accepted, finished
@@ -134,6 +134,24 @@ def test_prompts_are_warmed(serve: Serve) -> None:
     assert (text.prompt, text.tenant, text.ttl_s, text.is_public) == ("hi", "gold", 5.0, True)
     assert [(message.role, message.content) for message in chat.chat.messages] == [("system", "be")]
     assert list(tokens.tokens.token_ids) == [1, 2]
+
+
+def test_what_is_typed_is_told_ahead(serve: Serve) -> None:
+    server = serve()
+    with Client(server.address) as client:
+        assert client.anticipate("hi", tenant="gold") == Anticipated(2, 5)
+        client.anticipate(session_id="talk")
+        with pytest.raises(TypeError, match="either a prompt or messages"):
+            client.anticipate()
+
+    text, session = server.orchestrator.anticipated
+    assert (text.prompt, text.tenant) == ("hi", "gold")
+    assert (session.WhichOneof("input"), session.session_id) == (None, "talk")
+
+
+async def test_the_async_client_tells_ahead_too(serve: Serve) -> None:
+    async with AsyncClient(serve().address) as client:
+        assert await client.anticipate(messages=[{"role": "user", "content": "h"}]) == Anticipated(2, 5)
 
 
 def test_sessions_are_listed_and_deleted(serve: Serve) -> None:

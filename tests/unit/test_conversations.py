@@ -6,7 +6,6 @@ Stages are played by a model whose answers depend on all that was fed, and which
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +16,16 @@ from orchestrator.catalogue import Catalogue
 from orchestrator.conversation import Session, SessionKey
 from orchestrator.conversations import Conversations, Deletion
 from orchestrator.core.sequence import Sequence
+from orchestrator.likely_prefixes import LikelyPrefixes
 from orchestrator.sessions import SessionStore
 from orchestrator.warming import KVPrompt, Warmer
 from shoal.errors import SessionBusy, SessionNotFound, SessionUnavailable
-from shoal.kv import BLOCK_TOKENS, BlockHash, layer_key
-from shoal.redis_link import block_manifest_key, block_value_key, session_key
-from shoal.types import FinishReason, KVReuse, LayerRange, QosClass
+from shoal.kv import BLOCK_TOKENS
+from shoal.redis_connection import Command
+from shoal.redis_link import block_manifest_key, session_key
+from shoal.types import FinishReason, KVReuse, QosClass
 from tests.support.builders import STOP_ID, make_sequence
-from tests.support.fake_link import FakeLink
+from tests.support.fake_link import FakeLink, store_blocks
 from tests.support.lanes import Harness
 
 MODEL = "ab" * 32
@@ -43,6 +44,7 @@ class Parts:
     names: BlockNames
     warmer: Warmer
     conversations: Conversations
+    likely: LikelyPrefixes
     now: float = 1000.0
 
     async def take_turn(self, num_new: int, num_answer: int = 3, key: SessionKey = KEY, **end: Any) -> Sequence:
@@ -78,19 +80,10 @@ def make_parts(link: FakeLink | None = None, **limits: Any) -> Parts:
     harness, link = Harness(**{"num_slots": 2, **limits}), link or FakeLink()
     names = BlockNames(MODEL, b"s" * 32, link)
     warmer = Warmer(harness.engine)
-    store = SessionStore(link, MODEL, TTL_S, lambda: parts.now)
-    conversations = Conversations(store, names, Catalogue(link, num_layers=3), harness.engine, warmer)
-    parts = Parts(harness, link, names, warmer, conversations)
+    store, likely = SessionStore(link, MODEL, TTL_S, lambda: parts.now), LikelyPrefixes()
+    conversations = Conversations(store, names, Catalogue(link, num_layers=3), harness.engine, warmer, likely)
+    parts = Parts(harness, link, names, warmer, conversations, likely)
     return parts
-
-
-def store_blocks(link: FakeLink, blocks: Seq[BlockHash], ranges: Seq[tuple[int, int]] = ((0, 3),)) -> None:
-    """What workers write of blocks."""
-    for block in blocks:
-        fields = {f"{start}-{stop}".encode(): b"f32:1" for start, stop in ranges}
-        link.hashes[block_manifest_key(block)] = fields
-        for start, stop in ranges:
-            link.values[block_value_key(layer_key(block, LayerRange(start, stop)))] = b"kv"
 
 
 async def test_a_turn_leaves_its_prompt_and_its_answer() -> None:
@@ -389,6 +382,35 @@ async def test_an_expired_session_begins_anew() -> None:
     assert await parts.conversations.sessions("gold") == []
     assert (await parts.look()).token_ids == ()
     assert session_key("gold", "talk") not in parts.link.values
+
+
+class HangingLink(FakeLink):
+    """hangs: calls do not come back."""
+
+    hangs = False
+
+    async def call(self, *commands: Command, timeout_s: float = 0.05) -> list[Any] | None:
+        if self.hangs:
+            await asyncio.Event().wait()
+        return await super().call(*commands, timeout_s=timeout_s)
+
+
+async def test_a_client_that_leaves_while_an_expired_session_is_deleted_leaves_it_free() -> None:
+    link = HangingLink()
+    parts = make_parts(link)
+    await parts.take_turn(num_new=100)
+    parts.now += TTL_S
+    link.hangs = True
+    beginning = asyncio.create_task(parts.conversations.begin(KEY))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+
+    assert beginning.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await beginning
+
+    link.hangs = False
+    assert (await parts.look()).token_ids == ()
 
 
 async def test_sessions_whose_time_is_over_are_deleted_by_themselves() -> None:

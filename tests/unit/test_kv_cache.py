@@ -248,6 +248,24 @@ def test_blocks_that_are_on_their_way_are_waited_for_and_not_asked_for_twice() -
     assert [set(found) for found in ready] == [{block.key for block in blocks}]
 
 
+@pytest.mark.parametrize("is_wanted_meanwhile", [False, True])
+def test_a_block_counts_as_fetched_if_a_request_came_before_it_was_there(is_wanted_meanwhile: bool) -> None:
+    lower = MemoryLowerTier(answers_at_once=False)
+    (block,) = CacheBench(lower=lower).store(make_names(1))
+    bench = CacheBench(lower=lower)
+
+    bench.cache.prefetch([block], 1.0, is_ahead=True)
+    if is_wanted_meanwhile:
+        assert bench.cache.fetch([block], 1.0, lambda found: None)
+        bench.cache.prefetch([block], 1.0, is_ahead=True)
+    lower.settle()
+    bench.settle()
+
+    restored, _ = bench.restore(block)
+    assert restored == Restored(KVCodec.LOSSLESS, is_exact=True, is_from_lower=is_wanted_meanwhile)
+    assert (lower.num_fetches, bench.restore(block)[0]) == (1, EXACT)
+
+
 def test_no_more_is_fetched_at_a_time_than_memory_could_hold() -> None:
     lower = MemoryLowerTier(answers_at_once=False)
     bench = CacheBench(num_blocks=2.5, lower=lower)
@@ -300,6 +318,18 @@ def test_a_kept_block_outlasts_others_until_its_time_is_over() -> None:
     bench.store(make_names(2, prompt=2))
     bench.store(make_names(2, prompt=3))
     assert bench.held(kept) == [False]
+
+
+def test_kept_blocks_leave_half_of_the_memory_to_others() -> None:
+    bench = CacheBench(num_blocks=4)
+    names = make_names(4)
+    kept = bench.store(names)
+    bench.cache.keep(names, 60.0)
+
+    others = bench.store(make_names(2, prompt=1))
+
+    assert bench.held(kept) == [True, True, False, False]
+    assert bench.held(others) == [True, True]
 
 
 def test_a_wish_to_keep_what_comes_later_ends_with_its_time() -> None:

@@ -106,6 +106,25 @@ def test_a_mode_behind_a_device_goes_before_that_of_its_profile(
     assert {f"--profile={path}", "--mode=throughput"} <= set(commands["own-1"])
 
 
+def test_each_worker_has_a_trace_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, folder = OrchestratorConfig(home=tmp_path, port=0), tmp_path / "new" / "traces"
+
+    commands = worker_flags(LocalFleet(config, ["phone", "phone"], kv_trace=folder), monkeypatch)
+
+    assert folder.is_dir()
+    assert f"--kv-trace={folder}/phone-1.jsonl" in commands["phone-1"]
+    assert f"--kv-trace={folder}/phone-2.jsonl" in commands["phone-2"]
+    assert "--kv-trace=" in worker_flags(make_fleet(tmp_path, ["phone"]), monkeypatch)["phone-1"]
+
+
+def test_a_folder_of_traces_that_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    fleet = LocalFleet(OrchestratorConfig(home=tmp_path, port=0), ["phone"], kv_trace=tmp_path / "file")
+
+    with pytest.raises(ConfigError, match="cannot make the folder"):
+        worker_flags(fleet, monkeypatch)
+
+
 def test_a_colon_in_a_path_is_no_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a:b" / "c:d.toml"
     path.parent.mkdir()

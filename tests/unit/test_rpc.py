@@ -320,7 +320,7 @@ def test_what_to_do_with_a_session_that_is_too_long_survives_the_wire(overflow: 
 
 
 def test_telemetry_survives_the_wire() -> None:
-    tier = KVTierStatus("redis", "slow", 1, 2, 3, 4, 5, 6, 7, 8, {"truncated": 9}, 10.5, 11.5, 12.5, 13.5)
+    tier = KVTierStatus("redis", "slow", 1, 2, 3, 4, 5, 6, 7, 8, {"truncated": 9}, 10.5, 11.5, 12.5, 13.5, 14, 15)
     telemetry = Telemetry(1, 2, 3, 4, 0.5, kv_tiers=(KVTierStatus("host"), tier))
 
     assert messages.telemetry_from_proto(messages.telemetry_to_proto(telemetry)) == telemetry

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.core.batch import EndedSequence
-from orchestrator.core.forecast import DEFAULT_FETCH_S, FETCH_SHARE
+from orchestrator.core.forecast import FETCH_SHARE, UNKNOWN_BLOCK_S, UNKNOWN_FETCH_S
 from orchestrator.core.restores import Restore
 from orchestrator.core.scheduler import Scheduler
 from orchestrator.core.sequence import RestoredPrefix, RunId, SequenceState
@@ -43,7 +43,8 @@ def test_a_run_asks_for_the_leading_blocks_that_are_believed_to_be_there() -> No
 
     restore = ask(make_scheduler(known=2), sequence)
 
-    assert restore == Restore(RUN, SlotId(0), sequence.block_hashes[:2], False, DEFAULT_FETCH_S)
+    timeout_s = UNKNOWN_FETCH_S + 2 * UNKNOWN_BLOCK_S
+    assert restore == Restore(RUN, SlotId(0), sequence.block_hashes[:2], False, timeout_s)
     assert sequence.is_restoring
     assert sequence.state is SequenceState.PREFILL
     assert sequence.events[-1].what == "restoring"

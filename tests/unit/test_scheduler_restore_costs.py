@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from orchestrator.core.forecast import DEFAULT_FETCH_S
+from orchestrator.core.forecast import UNKNOWN_BLOCK_S, UNKNOWN_FETCH_S
 from orchestrator.core.restores import Restore
 from orchestrator.core.scheduler import Scheduler
 from orchestrator.core.sequence import RestoredPrefix, RunId
@@ -111,8 +111,8 @@ def test_what_only_redis_holds_is_fetched_for_who_waits_and_once() -> None:
 
     (prefetch,) = scheduler.take_prefetches(0.0)
 
-    assert prefetch.block_hashes == waiting.block_hashes[1:3]
-    assert prefetch.timeout_s == DEFAULT_FETCH_S
+    assert prefetch.block_hashes == waiting.block_hashes[:3]
+    assert prefetch.timeout_s == UNKNOWN_FETCH_S + 2 * UNKNOWN_BLOCK_S
     assert scheduler.take_prefetches(0.0) == []
 
 

@@ -83,7 +83,7 @@ def thousand() -> tuple[PrefixSketches, list[list[int]]]:
     sketches, system = PrefixSketches(1_000), text(1, 128)
     texts = [system + text(number + 100, 256 + number % 256) for number in range(1_000)]
     for number, token_ids in enumerate(texts):
-        sketches.add("tenant", name(number), token_ids)
+        sketches.add("tenant", name(number), make_sketch(token_ids))
     return sketches, texts
 
 
@@ -93,7 +93,7 @@ class TestFinding:
         self, thousand: tuple[PrefixSketches, list[list[int]]], number: int
     ) -> None:
         sketches, texts = thousand
-        found = sketches.find("tenant", texts[number][: len(texts[number]) // 2], 3)
+        found = sketches.find("tenant", make_sketch(texts[number][: len(texts[number]) // 2]), 3)
         assert found[0].prefix == name(number)
 
     @pytest.mark.parametrize("number", [0, 123, 456, 789, 999])
@@ -101,48 +101,48 @@ class TestFinding:
         self, thousand: tuple[PrefixSketches, list[list[int]]], number: int
     ) -> None:
         sketches, texts = thousand
-        assert sketches.find("tenant", texts[number] + text(9, 700), 1)[0].prefix == name(number)
+        assert sketches.find("tenant", make_sketch(texts[number] + text(9, 700)), 1)[0].prefix == name(number)
 
     def test_what_shares_more_comes_first(self) -> None:
         sketches, prompt = PrefixSketches(8), text(1, 600)
-        sketches.add("tenant", name(1), prompt[:128])
-        sketches.add("tenant", name(2), prompt[:512])
-        assert [one.prefix for one in sketches.find("tenant", prompt, 8)] == [name(2), name(1)]
+        sketches.add("tenant", name(1), make_sketch(prompt[:128]))
+        sketches.add("tenant", name(2), make_sketch(prompt[:512]))
+        assert [one.prefix for one in sketches.find("tenant", make_sketch(prompt), 8)] == [name(2), name(1)]
 
     def test_of_equal_ones_the_shorter_comes_first(self) -> None:
         sketches, whole = PrefixSketches(8), text(1, 190)
-        sketches.add("tenant", name(1), whole)
-        sketches.add("tenant", name(2), whole[:120])
-        assert sketches.find("tenant", whole[:80], 1)[0].prefix == name(2)
+        sketches.add("tenant", name(1), make_sketch(whole))
+        sketches.add("tenant", name(2), make_sketch(whole[:120]))
+        assert sketches.find("tenant", make_sketch(whole[:80]), 1)[0].prefix == name(2)
 
     def test_nothing_is_found_for_an_unknown_text(self, thousand: tuple[PrefixSketches, list[list[int]]]) -> None:
-        assert thousand[0].find("tenant", text(77_777, 400), 3) == []
+        assert thousand[0].find("tenant", make_sketch(text(77_777, 400)), 3) == []
 
     def test_a_few_words_are_no_evidence(self) -> None:
         sketches, whole = PrefixSketches(8), text(1, 80)
-        sketches.add("tenant", name(1), whole)
-        assert sketches.find("tenant", whole[: SHINGLE_TOKENS + 1], 3) == []
-        assert sketches.find("tenant", whole[: SHINGLE_TOKENS + 2], 3)
+        sketches.add("tenant", name(1), make_sketch(whole))
+        assert sketches.find("tenant", make_sketch(whole[: SHINGLE_TOKENS + 1]), 3) == []
+        assert sketches.find("tenant", make_sketch(whole[: SHINGLE_TOKENS + 2]), 3)
 
     def test_tenants_do_not_find_each_other(self) -> None:
         sketches = PrefixSketches(8)
-        sketches.add("theirs", name(1), text(1, 400))
-        assert sketches.find("ours", text(1, 400), 3) == []
+        sketches.add("theirs", name(1), make_sketch(text(1, 400)))
+        assert sketches.find("ours", make_sketch(text(1, 400)), 3) == []
 
     def test_what_is_removed_is_not_found(self) -> None:
         sketches = PrefixSketches(8)
-        sketches.add("tenant", name(1), text(1, 400))
+        sketches.add("tenant", name(1), make_sketch(text(1, 400)))
         sketches.remove("tenant", [name(1), name(2)])
-        assert sketches.find("tenant", text(1, 400), 3) == []
+        assert sketches.find("tenant", make_sketch(text(1, 400)), 3) == []
 
     def test_what_was_found_outlives_what_was_not(self) -> None:
         sketches = PrefixSketches(2)
-        sketches.add("tenant", name(1), text(1, 200))
-        sketches.add("tenant", name(2), text(2, 200))
-        sketches.find("tenant", text(1, 200), 1)
-        sketches.add("tenant", name(3), text(3, 200))
-        assert sketches.find("tenant", text(1, 200), 1)
-        assert not sketches.find("tenant", text(2, 200), 1)
+        sketches.add("tenant", name(1), make_sketch(text(1, 200)))
+        sketches.add("tenant", name(2), make_sketch(text(2, 200)))
+        sketches.find("tenant", make_sketch(text(1, 200)), 1)
+        sketches.add("tenant", name(3), make_sketch(text(3, 200)))
+        assert sketches.find("tenant", make_sketch(text(1, 200)), 1)
+        assert not sketches.find("tenant", make_sketch(text(2, 200)), 1)
 
 
 class PrefixMachine(RuleBasedStateMachine):
@@ -157,19 +157,19 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @rule(scope=st.sampled_from("ab"), number=st.integers(0, 9))
     def add(self, scope: str, number: int) -> None:
-        self.sketches.add(scope, name(number), text(number, 80))
+        self.sketches.add(scope, name(number), make_sketch(text(number, 80)))
         self.known.add((scope, name(number)))
-        assert self.sketches.find(scope, text(number, 80), 1)[0].prefix == name(number)
+        assert self.sketches.find(scope, make_sketch(text(number, 80)), 1)[0].prefix == name(number)
 
     @rule(scope=st.sampled_from("ab"), number=st.integers(0, 9))
     def remove(self, scope: str, number: int) -> None:
         self.sketches.remove(scope, [name(number)])
         self.known.discard((scope, name(number)))
-        assert not self.sketches.find(scope, text(number, 80), 1)
+        assert not self.sketches.find(scope, make_sketch(text(number, 80)), 1)
 
     @rule(scope=st.sampled_from("ab"), number=st.integers(0, 9))
     def find(self, scope: str, number: int) -> None:
-        found = {(scope, one.prefix) for one in self.sketches.find(scope, text(number, 80)[:50], 9)}
+        found = {(scope, one.prefix) for one in self.sketches.find(scope, make_sketch(text(number, 80)[:50]), 9)}
         assert found <= self.known & {(scope, name(number))}
 
     @invariant()

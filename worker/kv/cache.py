@@ -18,7 +18,7 @@ from shoal.types import KVPolicy, KVTierStatus
 from worker.kv.arena import Arena
 from worker.kv.block import ChainBlock
 from worker.kv.codec import Block, KVCodec, decode_into, encoded_bytes, fitting_codec
-from worker.kv.fetches import BlocksFetched, Fetches, Found, LowerTier
+from worker.kv.fetches import BlocksFetched, Fetch, Fetches, Found, LowerTier
 from worker.kv.host import HOST, HeldBlock, HostBlocks, HostSnapshot, checked, mean_rate, pack_block
 from worker.kv.policy import Standing, Strain, host_codec, lower_codec
 from worker.kv.trace import BlockEvent, BlockTrace
@@ -234,12 +234,12 @@ class BlockCache:
 
     # Fetching
 
-    def prefetch(self, blocks: Sequence[ChainBlock], timeout_s: float) -> None:
-        """Have blocks fetched into memory that it lacks."""
+    def prefetch(self, blocks: Sequence[ChainBlock], timeout_s: float, *, is_ahead: bool = False) -> None:
+        """Have blocks fetched into memory that it lacks. is_ahead: for no request that there is yet."""
         lacking = [chain for chain in blocks if self._host.find(chain.key) is None]
         if self._fetches is not None and lacking:
             most = self._host.budget_bytes // encoded_bytes(KVCodec.LOSSLESS, lacking[0].block.shape)
-            self._fetches.ask(lacking, timeout_s, most)
+            self._fetches.ask(lacking, timeout_s, most, is_ahead=is_ahead)
 
     def fetch(self, blocks: Sequence[ChainBlock], timeout_s: float, on_ready: Callable[[Found], None]) -> bool:
         """Fetch what memory lacks of these blocks, and call on_ready, from `fetched`, once all has arrived that will.
@@ -254,16 +254,17 @@ class BlockCache:
         if self._fetches is None:
             return
         for key in result.asked[:MAX_PROMOTED]:
-            chain = self._fetches.take(key)
-            if chain is None:
+            fetch = self._fetches.take(key)
+            if fetch is None:
                 continue  # forgotten meanwhile, or answered twice
             data = result.found.get(key)
-            self._fetches.arrived(key, data if data is not None and self._promote(chain, data) else None)
+            self._fetches.arrived(key, data if data is not None and self._promote(fetch, data) else None)
         if len(result.asked) > MAX_PROMOTED:
             self._post(BlocksFetched(result.asked[MAX_PROMOTED:], result.found))
 
-    def _promote(self, chain: ChainBlock, data: bytes) -> bool:
+    def _promote(self, fetch: Fetch, data: bytes) -> bool:
         """Keep a block from the tier below in memory; False if it is not what was asked for."""
+        chain = fetch.chain
         payload = checked(data, chain.block, self._lower_mismatches)
         if payload is None:
             return False
@@ -271,7 +272,9 @@ class BlockCache:
         if self._host.find(chain.key) is None:
             self._host.shrink_one(len(data), is_hot=self.is_hot)
             codec = KVCodec(payload.codec)
-            self._put(chain, data, codec, is_exact=payload.is_exact, cost_s=self._cost_s, is_promoted=True)
+            held = self._put(chain, data, codec, is_exact=payload.is_exact, cost_s=self._cost_s, is_promoted=True)
+            if held is not None and fetch.is_ahead:
+                held.is_promoted = False
         return True
 
     # What operators want

@@ -46,6 +46,14 @@ class BlocksFetched:
     found: Mapping[BlockKey, bytes]
 
 
+@dataclass(slots=True)
+class Fetch:
+    """A block on its way. is_ahead: no request has asked for it, so none will have had to fetch it."""
+
+    chain: ChainBlock
+    is_ahead: bool
+
+
 @dataclass(slots=True, eq=False)
 class _Waiter:
     keys: set[BlockKey]
@@ -62,11 +70,14 @@ class Fetches:
         """post: called from the tier's thread; brings what it is given to the owner's."""
         self._lower = lower
         self._post = post
-        self._in_flight: dict[BlockKey, ChainBlock] = {}
+        self._in_flight: dict[BlockKey, Fetch] = {}
         self._waiters: list[_Waiter] = []
 
-    def ask(self, blocks: Sequence[ChainBlock], timeout_s: float, most: int) -> None:
+    def ask(self, blocks: Sequence[ChainBlock], timeout_s: float, most: int, *, is_ahead: bool = False) -> None:
         """Fetch blocks that are not on their way, as long as at most so many are."""
+        known = [self._in_flight[chain.key] for chain in blocks if chain.key in self._in_flight]
+        for fetch in known if not is_ahead else ():
+            fetch.is_ahead = False
         wanted = [chain for chain in blocks if chain.key not in self._in_flight]
         asked = wanted[: max(0, most - len(self._in_flight))]
         if not asked or timeout_s <= 0.0:
@@ -74,7 +85,7 @@ class Fetches:
         keys = tuple(chain.key for chain in asked)
         stage_blocks = [chain.block for chain in asked]
         self._lower.fetch(stage_blocks, timeout_s, lambda found: self._post(BlocksFetched(keys, found)))
-        self._in_flight.update(zip(keys, asked, strict=True))
+        self._in_flight.update((chain.key, Fetch(chain, is_ahead)) for chain in asked)
 
     def wait(self, blocks: Sequence[ChainBlock], on_ready: Callable[[Found], None]) -> bool:
         """Call on_ready once those of the blocks that are on their way have arrived, or not; False if none of them is."""
@@ -83,7 +94,7 @@ class Fetches:
             self._waiters.append(_Waiter(keys, on_ready))
         return bool(keys)
 
-    def take(self, key: BlockKey) -> ChainBlock | None:
+    def take(self, key: BlockKey) -> Fetch | None:
         """A block that has arrived, or not; None if it was forgotten meanwhile. `arrived` must follow."""
         return self._in_flight.pop(key, None)
 
@@ -93,7 +104,7 @@ class Fetches:
 
     def forget(self, block_hashes: Collection[BlockHash]) -> None:
         """Have blocks not arrive."""
-        gone = {key for key, chain in self._in_flight.items() if chain.block_hash in block_hashes}
+        gone = {key for key, fetch in self._in_flight.items() if fetch.chain.block_hash in block_hashes}
         for key in gone:
             del self._in_flight[key]
         self._settle(gone, {})

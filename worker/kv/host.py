@@ -22,12 +22,16 @@ from worker.kv.trace import BlockEvent, BlockTrace
 HOST = "host"
 # Blocks that are to be pinned once they are here.
 MAX_PIN_WISHES = 1024
+# Of the budget, what pinned blocks may take: the rest is for what is asked for now.
+PIN_SHARE = 0.5
 _CODECS = frozenset(codec.value for codec in KVCodec)
 
 
 @dataclass(slots=True, eq=False)
 class HeldBlock:
-    """A block in memory. is_written: the tier below has it. is_promoted: it came from there, and was not used since."""
+    """A block in memory. is_written: the tier below has it. is_promoted: it came from there
+    for a request, and was not used since.
+    """
 
     chain: ChainBlock
     codec: KVCodec
@@ -59,7 +63,8 @@ class HostBlocks:
     Invariants:
     - what is known of blocks and what the tier holds are the same keys, with the same number of bytes;
     - the former is in the order of use, the block not used for longest first;
-    - only a block that is stored without loss counts as exact.
+    - only a block that is stored without loss counts as exact;
+    - at most PIN_SHARE of the budget was pinned by `keep`.
     """
 
     def __init__(
@@ -79,6 +84,7 @@ class HostBlocks:
         self._keys_of: dict[BlockHash, set[BlockKey]] = {}
         self._sum_used_at = 0.0
         self._pin_wishes: dict[BlockHash, float] = {}
+        self._pinned_until: dict[BlockKey, float] = {}
         self._num_inexact_misses = 0
         self._read_mb_s = 0.0
         self.mismatches: Counter[str] = Counter()
@@ -116,7 +122,7 @@ class HostBlocks:
         self._keys_of.setdefault(chain.block_hash, set()).add(key)
         until = self._pin_wishes.pop(chain.block_hash, now)
         if until > now:
-            self._tier.pin([key], until - now)
+            self._pin([key], until - now)
         self._record(BlockEvent.PROMOTED if is_promoted else BlockEvent.ALLOCATED, held)
         return held
 
@@ -177,15 +183,27 @@ class HostBlocks:
         return True
 
     def keep(self, block_hashes: Iterable[BlockHash], ttl_s: float) -> None:
-        """Pin blocks, those of all stages; one that is not here yet, once it is."""
+        """Pin blocks, those of all stages, as many as may be; one that is not here yet, once it is."""
         now = self._clock()
         self._pin_wishes = {block_hash: until for block_hash, until in self._pin_wishes.items() if until > now}
         for block_hash in block_hashes:
             keys = self._keys_of.get(block_hash)
             if keys:
-                self._tier.pin(keys, ttl_s)
+                self._pin(keys, ttl_s)
             elif len(self._pin_wishes) < MAX_PIN_WISHES:
                 self._pin_wishes[block_hash] = max(now + ttl_s, self._pin_wishes.get(block_hash, now))
+
+    def _pin(self, keys: Iterable[BlockKey], ttl_s: float) -> None:
+        now = self._clock()
+        self._pinned_until = {key: until for key, until in self._pinned_until.items() if until > now}
+        num_bytes = sum(self._held[key].num_bytes for key in self._pinned_until)
+        for key in keys:
+            if key not in self._pinned_until:
+                num_bytes += self._held[key].num_bytes
+            if num_bytes > self.budget_bytes * PIN_SHARE:
+                return
+            self._pinned_until[key] = max(now + ttl_s, self._pinned_until.get(key, now))
+            self._tier.pin([key], ttl_s)
 
     def forget(self, block_hashes: Iterable[BlockHash]) -> None:
         """Delete blocks, those of all stages, pinned ones too."""
@@ -225,6 +243,7 @@ class HostBlocks:
             assert held.codec is KVCodec.LOSSLESS or not held.is_exact
             assert key in self._keys_of[held.chain.block_hash]
         assert sum(map(len, self._keys_of.values())) == len(self._held)
+        assert self._pinned_until.keys() <= self._held.keys()
         used = [held.used_at for held in self._held.values()]
         assert used == sorted(used), "blocks are not in the order of use"
 
@@ -243,6 +262,7 @@ class HostBlocks:
         if held is None:
             return None
         self._sum_used_at -= held.used_at
+        self._pinned_until.pop(key, None)
         keys = self._keys_of[held.chain.block_hash]
         keys.remove(key)
         if not keys:

@@ -42,11 +42,18 @@ UNKNOWN_TIMEOUT_S = 0.25
 REMEASURE_S = 2.0
 REMEASURE_RATIO = 20.0
 REMEASURE_TIMEOUT_S = 5.0
+MISLABELLED = frozenset(
+    reason.value
+    for reason in (Mismatch.OTHER_MODEL, Mismatch.OTHER_LAYERS, Mismatch.OTHER_SHAPE, Mismatch.OTHER_POSITION)
+)
 
 
 @dataclass(slots=True)
 class StoreCounters:
-    """Of blocks, since the store was made. mismatches: by reason, values read that were not what they should be."""
+    """Of blocks, since the store was made. mismatches: by reason, values read that were not what they should be.
+
+    hits, misses: of those that Redis was asked for, which it is not where computing is sooner.
+    """
 
     hits: int = 0
     misses: int = 0
@@ -120,10 +127,9 @@ class RedisStore:
     async def fetch(self, blocks: Sequence[StageBlock], deadline: float) -> Fetched:
         """Get leading blocks, as many as arrive by the deadline; nothing if not even the first would."""
         fetched = Fetched()
-        if blocks and self._link.state.is_usable:
-            await self._fetch(blocks, deadline, fetched)
-        self.counters.hits += len(fetched.found)
-        self.counters.misses += len(blocks) - len(fetched.found)
+        if blocks and self._link.state.is_usable and await self._fetch(blocks, deadline, fetched):
+            self.counters.hits += len(fetched.found)
+            self.counters.misses += len(blocks) - len(fetched.found)
         return fetched
 
     async def repair(self, fetched: Fetched) -> None:
@@ -135,20 +141,22 @@ class RedisStore:
                 timeout_s=WRITE_TIMEOUT_S,
             )
 
-    async def _fetch(self, blocks: Sequence[StageBlock], deadline: float, fetched: Fetched) -> None:
+    async def _fetch(self, blocks: Sequence[StageBlock], deadline: float, fetched: Fetched) -> bool:
+        """Fetch what there is; False if computing is sooner, so that it is left alone."""
         if self._stored_share is not None and not self._arrives(self._expected_bytes(blocks[0]), deadline):
             self._refuse(blocks[0])
-            return
+            return False
         wanted = await self._look_up(blocks, self._patience(None, deadline))
         if not wanted:
-            return
+            return True
         self._learn_share(*wanted[0])
         if not self._arrives(sum(entry.num_bytes for entry in wanted[0][1]), deadline):
             self._refuse(blocks[0])
-            return
+            return False
         self.is_slow = False
         parts = [_Part(block, entry, entry is entries[-1]) for block, entries in wanted for entry in entries]
         await self._read_parts(parts, deadline, fetched)
+        return True
 
     async def _look_up(self, blocks: Sequence[StageBlock], timeout_s: float) -> list[tuple[StageBlock, list[Entry]]]:
         """The leading blocks that have manifests for all their layers, with the values to read."""
@@ -201,7 +209,9 @@ class RedisStore:
 
     def _note_unsound(self, block: StageBlock, entry: Entry, reason: str, fetched: Fetched) -> None:
         self.counters.mismatches[reason] += 1
-        fetched.unsound.append((block, entry))
+        # Of whole blocks with the right key, those that asked for something else may be the ones that are wrong.
+        if reason not in MISLABELLED:
+            fetched.unsound.append((block, entry))
 
     def _chunk(self, parts: Sequence[_Part], start: int, deadline: float) -> int:
         """Where a chunk that begins at `start` ends: at `start` if the block there would come too late."""

@@ -101,8 +101,6 @@ class RedisTier:
         return KVTierStatus(
             tier="redis",
             state="slow" if state is LinkState.OK and self._store.is_slow else state.value,
-            budget_bytes=self._max_queued_bytes,
-            used_bytes=max(0, self.queued_bytes),
             hits=counters.hits,
             misses=counters.misses,
             puts=counters.puts,
@@ -110,6 +108,8 @@ class RedisTier:
             mismatches=dict(counters.mismatches),
             read_mb_s=(self._store.reading.bytes_per_s or 0.0) / 1e6,
             write_mb_s=(self._store.writing.bytes_per_s or 0.0) / 1e6,
+            queued_bytes=max(0, self.queued_bytes),
+            max_queued_bytes=self._max_queued_bytes,
         )
 
     def _post(self, callback: Callable[[], object]) -> bool:

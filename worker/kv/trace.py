@@ -18,6 +18,9 @@ from shoal.kv import BlockHash
 
 logger = logging.getLogger(__name__)
 
+# Of the names of trace files.
+TRACE_SUFFIX = ".jsonl"
+
 
 class BlockEvent(StrEnum):
     """What may happen to a block in a tier.
