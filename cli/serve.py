@@ -34,6 +34,7 @@ DEFAULT_REDIS = "auto"
 DEFAULT_REDIS_MIB = 512
 # Of redis_url, and as others name it.
 REDIS_URL_ENVS = ("SHOAL_REDIS_URL", "REDIS_URL")
+REDIS_AWAY_STATES = ("open", "off")
 
 Devices = Annotated[
     str,
@@ -157,7 +158,15 @@ def running_fleet(
         say(f"{devices_ready} ready after {time.monotonic() - started_at:.1f} s", style="bold")
         if fleet.redis_failure:
             note(f"going on without Redis, so KV and sessions end with the fleet: {fleet.redis_failure}")
+        elif fleet.config.redis_url and is_redis_away(status):
+            note("Redis does not answer, or not us (see the logs); until it does, KV and sessions end with the fleet")
         yield fleet, status
+
+
+def is_redis_away(status: FleetStatus) -> bool:
+    """Whether a device that keeps KV has tried its Redis in vain."""
+    tiers = [tier for device in status.devices if device.host_kv_bytes for tier in device.telemetry.kv_tiers]
+    return any(tier.tier == "redis" and tier.state in REDIS_AWAY_STATES for tier in tiers)
 
 
 def redis_url(choice: str, environ: Mapping[str, str] = os.environ) -> str:
