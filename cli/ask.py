@@ -145,6 +145,8 @@ def chat(
             note(f"{client.status().model} at {server}: {HELP}")
         history = list(start)
         if session is not None and _goes_on(client, session, tenant or ""):
+            if system is not None:
+                note("the system message came with its first turn: the one given now is left out")
             history.clear()
         _converse(client, start, history, options)
 
@@ -206,7 +208,8 @@ def _reuse(answer: Generation) -> str:
     if not cache.cached_tokens:
         return ""
     tiers = {0: "host", cache.cached_tokens: "redis"}.get(cache.from_redis_tokens, "host and redis")
-    return f", reused {cache.cached_tokens} of {answer.prompt_tokens} prompt tokens ({tiers}, {cache.codec})"
+    exact = "" if cache.is_exact else ", not exact"
+    return f", reused {cache.cached_tokens} of {answer.prompt_tokens} prompt tokens ({tiers}, {cache.codec}{exact})"
 
 
 def _dropped(answer: Generation) -> str:

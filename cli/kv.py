@@ -98,9 +98,12 @@ def _to_jsonable(device: DeviceStatus) -> dict[str, object]:
     }
 
 
+# What the breaker of a link calls it, and what a user does.
+OPEN, AWAY = "open", "away"
+
 COLUMNS: tuple[Column[KVTierStatus], ...] = (
     Column("tier", lambda tier: tier.tier, is_number=False),
-    Column("state", lambda tier: tier.state, is_number=False),
+    Column("state", lambda tier: AWAY if tier.state == OPEN else tier.state, is_number=False),
     Column("MiB used", lambda tier: _of_budget(tier)),
     Column("blocks", lambda tier: _blocks(tier)),
     Column("hits", lambda tier: _if_known(tier.hits, tier, DEVICE)),
@@ -124,7 +127,7 @@ def tier_lines(fleet: FleetStatus) -> Iterator[str]:
     if any(
         tier.tier == REDIS and tier.state != "off" for device in fleet.devices for tier in device.telemetry.kv_tiers
     ):
-        yield "redis: blocks are those that the device has stored there since it started; Redis may have lost some"
+        yield "redis: blocks that the device has stored there since it started"
     for device in fleet.devices:
         for tier in device.telemetry.kv_tiers:
             if tier.queued_bytes:
@@ -136,7 +139,7 @@ def tier_lines(fleet: FleetStatus) -> Iterator[str]:
                 reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(tier.mismatches.items()))
                 yield f"{device.worker_id}, {tier.tier}: stored bytes that were not the block: {reasons}"
         if device.telemetry.kv_tiers and device.kv_policy != "exact":
-            yield f"{device.worker_id} keeps KV by the policy {device.kv_policy}, so answers may differ in their last bits"
+            yield f"{device.worker_id} keeps KV by the policy {device.kv_policy}: reused, it is not exact"
 
 
 def _of_budget(tier: KVTierStatus) -> str:

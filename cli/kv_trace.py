@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 NUM_TOP = 5
+LEGEND = (
+    "new: stored; up: fetched from redis; down: stored more coarsely, or written to redis;",
+    "lost: evicted; drop: not stored; del: deleted; life: median until evicted; a block: hits",
+)
 # Enough of a name to tell blocks apart.
 NAME_CHARS = 12
 CSV_FIELDS = ("time", "device", "tier", "event", "block", "bytes", "codec")
@@ -36,6 +40,8 @@ def show_trace(folder: Path, csv_path: Path | None, *, is_json: bool) -> None:
         say(f"{len(files)} traces in {folder}: nothing has happened to a block yet")
         return
     say(lives_table(lives))
+    for line in LEGEND:
+        note(line)
     top = top_blocks(lives, NUM_TOP)
     if top:
         say()

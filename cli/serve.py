@@ -159,7 +159,9 @@ def running_fleet(
         if fleet.redis_failure:
             note(f"going on without Redis, so KV and sessions end with the fleet: {fleet.redis_failure}")
         elif fleet.config.redis_url and is_redis_away(status):
-            note("Redis does not answer, or not us (see the logs); until it does, KV and sessions end with the fleet")
+            note(
+                "Redis does not answer, or not us (see the logs): until it does, no KV outlives the fleet, and sessions wait"
+            )
         yield fleet, status
 
 

@@ -157,7 +157,7 @@ class LocalFleet:
 
     def _fail_as_taken(self) -> NoReturn:
         raise ConfigError(
-            f"another fleet of {self.config.home} starts on port {self.config.port}; choose another port, or 0 for any "
+            f"another fleet of {self.config.home} runs on port {self.config.port}; choose another port, or 0 for any "
             "that is free",
             field="port",
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from orchestrator.core.forecast import UNKNOWN_BLOCK_S, UNKNOWN_FETCH_S
 from orchestrator.core.sequence import RestoredPrefix
 from orchestrator.engine import Answer
 from shoal.kv import BlockHash
@@ -60,7 +61,7 @@ def test_a_restore_says_what_is_wanted_and_how_long_fetching_may_take() -> None:
     (restore,) = restores(harness.p1)
 
     assert (list(restore.block_hashes), restore.slot, restore.is_exact_only) == (list(BLOCKS), 0, True)
-    assert restore.fetch_timeout_ms == 200.0
+    assert restore.fetch_timeout_ms == pytest.approx(1e3 * (UNKNOWN_FETCH_S + 3 * UNKNOWN_BLOCK_S))
     assert restore.restored == flow_pb2.RestoredBlocks(num_blocks=3, is_exact=True)
 
 
@@ -139,7 +140,7 @@ def test_stages_fetch_what_only_redis_holds_while_a_request_waits() -> None:
     (prefetch,) = [frame.prefetch for frame in harness.p1.sent if frame.HasField("prefetch")]
 
     assert list(prefetch.block_hashes) == list(BLOCKS[:2])
-    assert prefetch.timeout_ms == 200.0
+    assert prefetch.timeout_ms == pytest.approx(1e3 * (UNKNOWN_FETCH_S + 2 * UNKNOWN_BLOCK_S))
 
 
 def test_the_lane_that_knows_the_prompt_gets_it_and_the_story_shows_why() -> None:

@@ -167,7 +167,7 @@ def test_a_port_on_which_another_fleet_of_the_home_starts_is_refused(
     first = make_fleet(tmp_path, ["phone"])
     start_without_processes(first, monkeypatch)
 
-    with pytest.raises(ConfigError, match=f"another fleet of .* starts on port {first.config.port}; choose") as raised:
+    with pytest.raises(ConfigError, match=f"another fleet of .* runs on port {first.config.port}; choose") as raised:
         start_without_processes(make_fleet(tmp_path, ["phone"], port=first.config.port), monkeypatch)
 
     assert raised.value.field == "port"

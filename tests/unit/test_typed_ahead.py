@@ -6,8 +6,11 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
+
 from orchestrator.block_names import BlockNames
 from orchestrator.catalogue import Catalogue
+from orchestrator.core.forecast import UNKNOWN_BLOCK_S, UNKNOWN_FETCH_S
 from orchestrator.likely_prefixes import MAX_CHAIN_BLOCKS, LikelyPrefixes
 from orchestrator.requests import TypedPrompt
 from orchestrator.typed_ahead import Prefetched, TypedAhead
@@ -72,7 +75,7 @@ async def test_the_begin_that_redis_has_is_fetched_by_all_stages() -> None:
 
     assert parts.asked() == [list(blocks[:3])]
     assert p2.bodies() == parts.harness.p1.bodies() == ["prefetch"]
-    assert p2.sent[0].prefetch.timeout_ms == 200.0
+    assert p2.sent[0].prefetch.timeout_ms == pytest.approx(1e3 * (UNKNOWN_FETCH_S + 3 * UNKNOWN_BLOCK_S))
 
 
 async def test_half_a_prompt_that_was_asked_before_brings_all_of_it() -> None:
