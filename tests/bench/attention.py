@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -44,20 +45,28 @@ def measure(shard: Shard, num_rows: int, num_chunk: int, position: int) -> float
     return statistics.median(took_s)
 
 
+def open_filled(home: Path, model: str, *, num_slots: int) -> Shard:
+    """Open a shard of a model that `home` has, with slots that hold tokens up to the largest of POSITIONS."""
+    store = ModelStore(home)
+    manifest = store.open(model)
+    shape = make_shape(manifest, LAYERS, num_slots=num_slots, slot_tokens=SLOT_TOKENS)
+    shard = open_shard(shape, build_shard_graph(manifest, LAYERS), store.root / "blobs")
+    for start in range(0, POSITIONS[0] + FILL_TOKENS, FILL_TOKENS):
+        for slot in range(num_slots):
+            row = ShardRow(slot, start, FILL_TOKENS, wants_logits=False)
+            shard.run(ShardBatch((row,), np.ones(FILL_TOKENS, np.int64)))
+    return shard
+
+
 def main() -> None:
     home, model = default_home(), OrchestratorConfig().model
     store = ModelStore(home)
     pull(store, model)
-    manifest = store.open(model)
-    shape = make_shape(manifest, LAYERS, num_slots=NUM_SLOTS, slot_tokens=SLOT_TOKENS)
-    shard = open_shard(shape, build_shard_graph(manifest, LAYERS), store.root / "blobs")
-    for start in range(0, POSITIONS[0] + FILL_TOKENS, FILL_TOKENS):
-        for slot in range(NUM_SLOTS):
-            row = ShardRow(slot, start, FILL_TOKENS, wants_logits=False)
-            shard.run(ShardBatch((row,), np.ones(FILL_TOKENS, np.int64)))
+    config = store.open(model).config
+    shard = open_filled(home, model, num_slots=NUM_SLOTS)
     lines = [
         f"Milliseconds of a pass through {len(LAYERS)} layers of {model}, one thread, by tokens held; attention counts as "
-        f"much as the rest of a layer at {manifest.config.attention_tokens:.0f}.",
+        f"much as the rest of a layer at {config.attention_tokens:.0f}.",
         "",
         "| decode rows | prompt tokens |" + "".join(f" {position} |" for position in POSITIONS),
         "|---|---|" + "---|" * len(POSITIONS),

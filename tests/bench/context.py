@@ -68,6 +68,7 @@ class Bench:
         *,
         quick: bool,
     ) -> None:
+        self.home_of_models = home
         self.model = model
         self.baseline = baseline
         self.say = say
@@ -127,8 +128,10 @@ class Bench:
         return fleet.running(self.home(name), self.model, self._runner, also_ours=[self.baseline.process_id], **options)
 
     def home(self, name: str) -> Path:
-        """A folder of its own for a fleet, with the models that are pulled and nothing else."""
+        """A folder of its own for the fleets of a name, at first with the models that are pulled and nothing else."""
         home = self._folder / name
+        if home.exists():
+            return home
         home.mkdir()
         for part in ("models", "blobs"):
             (home / part).symlink_to((self._store.root / part).resolve())

@@ -48,6 +48,18 @@ GOALS = {
     "mixed_throughput": Goal("THROUGHPUT tokens/s beside LATENCY requests, of those alone", 0.85, 0.95),
     "sixteen_emulated": Goal("two slow stages, one thread each: 16 streams, of what one stream gets", 3.5, 4.5),
     "schedule": Goal("schedule() with 1,000 running and 10,000 waiting, median", 200.0, 100.0, "us", is_upper=True),
+    "kv_held": Goal(
+        "time to first token, 1,024-token prefix held in workers' memory, of cold prefill", 0.10, 0.08, is_upper=True
+    ),
+    "kv_restarted": Goal("the same from embedded Valkey, all workers started anew", 0.25, 0.15, is_upper=True),
+    "kv_write_behind": Goal("steady decode while KV is written behind, of that without a cache", 0.97, 0.99),
+    "kv_hung": Goal(
+        "time to first token with a hung Redis (SIGSTOP), of a fleet without a cache", 1.1, 1.02, is_upper=True
+    ),
+    "kv_killed": Goal("the same with a killed one", 1.1, 1.02, is_upper=True),
+    "kv_hit_rate": Goal(
+        "hits on the trace of conversations in a quarter of its footprint, of an unbounded cache's", 0.7, 0.9
+    ),
     "start": Goal("`shoal up` to ready, model pulled, three devices", 5.0, 3.0, "s", is_upper=True),
     "memory": Goal("worker memory, worst worker, of the gate's bound", 1.0, 1.0, "x", is_upper=True),
 }

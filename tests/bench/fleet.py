@@ -33,11 +33,16 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class StreamTimes:
-    """When a request was sent and when each token of the answer came, on one clock. server_ttft_ms: by the server's."""
+    """When a request was sent and when each token of the answer came, on one clock.
+
+    server_ttft_ms: by the server's. cached_tokens: of the prompt, those not computed; from_redis_tokens: of these.
+    """
 
     sent_at: float
     token_at: tuple[float, ...]
     server_ttft_ms: float
+    cached_tokens: int = 0
+    from_redis_tokens: int = 0
 
     @property
     def ttft_s(self) -> float:
@@ -84,11 +89,13 @@ class System:
         self._client_process, self._orchestrator = psutil.Process(), psutil.Process(self.process_ids[0])
         self.meter = LoadMeter([*self.process_ids, *also_ours])
 
-    def ask(self, prompts: Sequence[Sequence[int]], max_tokens: int, qos: QosClass = QosClass.BALANCED) -> Measured:
+    def ask(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, qos: QosClass = QosClass.BALANCED, **options: Any
+    ) -> Measured:
         """Ask for greedy answers of exactly max_tokens to all prompts at once."""
 
         async def ask_all() -> list[StreamTimes]:
-            return await asyncio.gather(*(self._time(prompt, max_tokens, qos) for prompt in prompts))
+            return await asyncio.gather(*(self._time(prompt, max_tokens, qos, **options) for prompt in prompts))
 
         before = _cpu_s(self._client_process), _cpu_s(self._orchestrator)
         self.meter.start()
@@ -97,11 +104,12 @@ class System:
         client_s, orchestrator_s = _cpu_s(self._client_process) - before[0], _cpu_s(self._orchestrator) - before[1]
         return Measured(tuple(streams), load, client_s, orchestrator_s)
 
-    async def _time(self, prompt: Sequence[int], max_tokens: int, qos: QosClass) -> StreamTimes:
+    async def _time(self, prompt: Sequence[int], max_tokens: int, qos: QosClass, **options: Any) -> StreamTimes:
         token_at: list[float] = []
         sent_at = time.perf_counter()
-        answer = await self.read(prompt, max_tokens, qos, token_at)
-        return StreamTimes(sent_at, tuple(token_at), answer.ttft_ms)
+        answer = await self.read(prompt, max_tokens, qos, token_at, **options)
+        cache = answer.cache
+        return StreamTimes(sent_at, tuple(token_at), answer.ttft_ms, cache.cached_tokens, cache.from_redis_tokens)
 
     async def read(
         self, prompt: Sequence[int], max_tokens: int, qos: QosClass, token_at: list[float], **options: Any

@@ -25,6 +25,7 @@ from modelstore.store import ModelStore
 from orchestrator.tokenizer import Tokenizer
 from shoal.config import OrchestratorConfig, default_home
 from shoal.types import LayerRange
+from tests.bench.context import Bench
 from tests.bench.report import table
 from tests.support.english import TEXT
 from tests.support.shards import make_shape
@@ -239,6 +240,11 @@ def _log_probabilities(logits: Rows) -> Rows:
     totals = np.exp(scores).sum(axis=1, keepdims=True, dtype=np.float64)
     scores -= np.log(totals).astype(np.float32)
     return scores
+
+
+def add_table(bench: Bench) -> None:
+    """Add the table to what a run of the benchmark reports."""
+    bench.tables["Codecs of KV blocks"] = table_rows(measure_codecs(bench.home_of_models, bench.model))
 
 
 def table_rows(figures: Sequence[CodecFigures]) -> list[dict[str, object]]:

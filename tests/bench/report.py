@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.bench.figures import Figure, Goal
-from tests.bench.pairs import MAX_BASELINE_BUSY_CORES, MAX_FOREIGN_CORES, MIN_COUNTED
+from tests.bench.pairs import MAX_BASELINE_BUSY_CORES, MAX_FLEET_BUSY_CORES, MAX_FOREIGN_CORES, MIN_COUNTED
 
 RULE = (
     "Baseline: the same full graph in one process, no gRPC, one thread, the same context of about 256 tokens. A figure is "
     "the median over pairs (baseline, measured, baseline). A pair counts only if at most "
-    f"{MAX_BASELINE_BUSY_CORES} cores were busy during its baselines and other processes took at most "
+    f"{MAX_BASELINE_BUSY_CORES} cores were busy during its baselines ({MAX_FLEET_BUSY_CORES} where they are a fleet of two "
+    "stages with its KV kept or not) and other processes took at most "
     f"{MAX_FOREIGN_CORES} of a core in any part of it (/proc/stat); others are discarded, whatever they showed. With "
     f"fewer than {MIN_COUNTED} pairs a figure does not count. The rule was fixed before anything was measured. Client and "
     "benchmark run on the same cores and are part of what is measured."

@@ -19,7 +19,18 @@ from modelstore.pull import pull
 from modelstore.store import ModelStore
 from shoal.config import OrchestratorConfig, default_home
 from shoal.errors import ShoalError
-from tests.bench import classes, decode, links, machine, prefill, processes
+from tests.bench import (
+    classes,
+    decode,
+    kv_cache,
+    kv_codecs,
+    kv_hit_rate,
+    links,
+    long_contexts,
+    machine,
+    prefill,
+    processes,
+)
 from tests.bench.baseline_process import BaselineProcess
 from tests.bench.context import Bench
 from tests.bench.figures import GOALS, Figure
@@ -27,9 +38,9 @@ from tests.bench.fleet import System
 from tests.bench.report import Report, to_markdown, write
 
 RESULTS = Path("docs/results/bench.json")
-# Not a figure: sockets against gRPC, and the breakdown of a token.
-TRANSPORTS = "transports"
-NAMES = (*GOALS, TRANSPORTS)
+# Not figures but tables: sockets against gRPC, with the breakdown of a token; decode by context; codecs of KV.
+TRANSPORTS, CONTEXTS, CODECS = "transports", "contexts", "kv_codecs"
+NAMES = (*GOALS, TRANSPORTS, CONTEXTS, CODECS)
 
 # On the fleet of two stages, in this order: the hop is read while only single streams have been decoded.
 TWO_STAGES: dict[str, Callable[[Bench, System], list[Figure]]] = {
@@ -48,8 +59,18 @@ ALONE: tuple[tuple[tuple[str, ...], Callable[[Bench], list[Figure]]], ...] = (
     (("latency_under_load", "mixed_throughput"), classes.mixed),
     (("sixteen_emulated",), classes.sixteen_emulated),
     (("schedule",), classes.schedule),
+    (("kv_held",), kv_cache.held),
+    (("kv_restarted",), kv_cache.restarted),
+    (("kv_write_behind",), kv_cache.write_behind),
+    (("kv_hung", "kv_killed"), kv_cache.dead_redis),
+    (("kv_hit_rate",), lambda bench: kv_hit_rate.hit_rate()),
     (("start",), processes.start),
 )
+
+TABLES: dict[str, Callable[[Bench], None]] = {
+    CONTEXTS: long_contexts.decode_by_context,
+    CODECS: kv_codecs.add_table,
+}
 
 
 def measure(bench: Bench, wanted: frozenset[str]) -> Iterator[Figure]:
@@ -75,6 +96,10 @@ def measure(bench: Bench, wanted: frozenset[str]) -> Iterator[Figure]:
         if wanted.intersection(names):
             bench.say(f"measuring {', '.join(names)}")
             yield from measure_alone(bench)
+    for name, add_table in TABLES.items():
+        if name in wanted:
+            bench.say(f"measuring {name}")
+            add_table(bench)
 
 
 def main() -> None:

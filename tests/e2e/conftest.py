@@ -9,18 +9,27 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from launch.local import LocalFleet
+from launch.profiles import load_profile
 from modelstore.manifest import Manifest
 from shoal import Client
 from shoal.config import OrchestratorConfig
+from shoal.types import DeviceProfile, ThermalModel
 from tests.support.commands import WAIT_S, processes_of
 from tests.support.real_model import real_store
 
 StartFleet = Callable[..., LocalFleet]
+DEVICES = ("phone", "phone", "tablet")
+
+
+def swift(name: str) -> DeviceProfile:
+    """A shipped device that computes as fast as this machine does and never warms up, so that no test waits for that."""
+    return replace(load_profile(name), speed=1.0, thermal=ThermalModel())
 
 
 @pytest.fixture(scope="package")
@@ -68,7 +77,7 @@ def home(make_home: Callable[[], Path]) -> Iterator[Path]:
 @pytest.fixture(scope="package")
 def fleet(make_home: Callable[[], Path]) -> Iterator[LocalFleet]:
     """The fleet that all tests share: a phone, another and a tablet."""
-    with LocalFleet(OrchestratorConfig(home=make_home(), port=0), ["phone", "phone", "tablet"]) as fleet:
+    with LocalFleet(OrchestratorConfig(home=make_home(), port=0), [swift(name) for name in DEVICES]) as fleet:
         fleet.wait_ready(WAIT_S)
         yield fleet
 
@@ -82,12 +91,13 @@ def client(fleet: LocalFleet) -> Iterator[Client]:
 
 @pytest.fixture
 def start_fleet(home: Path) -> Iterator[StartFleet]:
-    """Start a fleet of this test's own; options are those of OrchestratorConfig."""
+    """Start a fleet of this test's own, shipped devices by name as swift ones; options are those of OrchestratorConfig."""
     with ExitStack() as started:
 
-        def start(*devices: str, **options: object) -> LocalFleet:
+        def start(*devices: str | DeviceProfile, **options: object) -> LocalFleet:
             config = OrchestratorConfig(home=home, port=0, **options)  # type: ignore[arg-type]
-            fleet = started.enter_context(LocalFleet(config, devices))
+            swift_ones = [swift(device) if device in DEVICES else device for device in devices]
+            fleet = started.enter_context(LocalFleet(config, swift_ones))
             fleet.wait_ready(WAIT_S)
             return fleet
 

@@ -20,7 +20,8 @@ from tests.support.english import TEXT
 pytestmark = pytest.mark.e2e
 
 PROMPT = "The largest animals of the sea are"
-NUM_TOKENS = 24
+# More than a burst, and as few as still run when the last one begins.
+NUM_TOKENS = 18
 REQUESTS: tuple[dict[str, Any], ...] = (
     {"prompt": PROMPT},
     {"prompt": TEXT[:900], "num_logprobs": 2},
@@ -36,7 +37,7 @@ def essence(answer: Generation) -> tuple[object, ...]:
     return answer.text, answer.token_ids, answer.logprobs, answer.finish_reason, answer.prompt_tokens
 
 
-@pytest.mark.parametrize("max_tokens", [1, 2, 3, 7, 16, 33])
+@pytest.mark.parametrize("max_tokens", [1, 2, 7, 18])
 def test_streamed_text_joined_is_the_whole_text(client: Client, max_tokens: int) -> None:
     prompt = "Emojis: 🐟🐠🐡, and Chinese: 鱼在水里游。"
     whole = client.generate(prompt, max_tokens=max_tokens, ignore_eos=True)
@@ -57,13 +58,13 @@ def test_a_longer_answer_begins_with_the_shorter_one(client: Client) -> None:
 
 
 def test_three_devices_answer_bit_for_bit_as_one_does(client: Client, start_fleet: StartFleet) -> None:
-    options: dict[str, Any] = {"max_tokens": 48, "ignore_eos": True, "num_logprobs": 5}
+    options: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "num_logprobs": 5}
     with Client(start_fleet("tablet").address, timeout_s=WAIT_S) as single:
         for prompt in (PROMPT, TEXT[:700]):
             expected, answer = (one.generate(prompt, **options) for one in (single, client))
 
             assert (len(expected.pipeline), len(answer.pipeline)) == (1, 3)
-            assert len(expected.logprobs) == 48
+            assert len(expected.logprobs) == 24
             assert essence(answer) == essence(expected)
 
 

@@ -40,7 +40,7 @@ def read_rest(stream: Stream, deltas: Iterator[Delta]) -> Generation:
 
 def test_a_preempted_answer_is_the_same_to_the_last_bit(start_fleet: StartFleet) -> None:
     fleet = start_fleet("tablet", max_sequences=1)
-    options: dict[str, Any] = {"max_tokens": 48, "qos_class": "throughput", "ignore_eos": True, **SAMPLED}
+    options: dict[str, Any] = {"max_tokens": 32, "qos_class": "throughput", "ignore_eos": True, **SAMPLED}
     with Client(fleet.address, timeout_s=WAIT_S) as client:
         undisturbed = client.generate(PROMPT, **options)
         with client.stream(PROMPT, **options) as stream:
@@ -70,7 +70,7 @@ def test_a_latency_device_has_its_class_to_itself_and_says_why(start_fleet: Star
 
 def test_an_answer_goes_on_with_the_same_text_when_its_device_is_killed(start_fleet: StartFleet) -> None:
     fleet = start_fleet("phone", "phone", replicas=2)
-    options: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True, **SAMPLED}
+    options: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True, **SAMPLED}
     with Client(fleet.address, timeout_s=WAIT_S) as client:
         undisturbed = client.generate(PROMPT, **options)
         with client.stream(PROMPT, request_id="orphan", **options) as stream:

@@ -12,7 +12,6 @@ from statistics import median
 import pytest
 
 from shoal import Client
-from shoal.config import OrchestratorConfig
 from shoal.types import BatteryModel, DeviceLimits, DeviceProfile, ThermalModel
 from tests.e2e.conftest import StartFleet
 from tests.support.commands import WAIT_S, run_shoal
@@ -40,7 +39,8 @@ LOW_BATTERY = DeviceProfile(
     battery=BatteryModel(capacity_wh=10.0, start_percent=9.0, active_w=1.0, idle_w=1.0),
 )
 PROMPT = "A very long story. Once upon a time"
-NUM_GAPS = 9
+NUM_GAPS = 5
+BURST_STEPS = 4
 
 
 def gaps_s(tokens: Iterator[object], count: int) -> list[float]:
@@ -61,15 +61,15 @@ def device_of(address: str, home: Path) -> dict[str, object]:
 
 
 def test_a_stream_slows_down_to_the_pace_of_a_device_that_has_warmed_up(start_fleet: StartFleet, home: Path) -> None:
-    fleet = start_fleet(WARMS_FAST, heartbeat_s=0.2)
+    fleet = start_fleet(WARMS_FAST, heartbeat_s=0.2, burst_steps=BURST_STEPS)
     with Client(fleet.address, timeout_s=WAIT_S) as client:
         stream = client.stream(PROMPT, max_tokens=4000, ignore_eos=True)
         tokens = iter(stream)
         cool = gaps_s(tokens, NUM_GAPS)
         while client.status().devices[0].thermal_state == "nominal":
             next(tokens)
-        # What was granted before the limit came.
-        gaps_s(tokens, OrchestratorConfig().burst_steps)
+        # What was granted before the limit came: a burst that ran and one that waited.
+        gaps_s(tokens, 2 * BURST_STEPS)
         warm = gaps_s(tokens, NUM_GAPS)
         device = device_of(fleet.address, home)
         stream.cancel()

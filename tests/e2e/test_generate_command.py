@@ -20,7 +20,7 @@ pytestmark = pytest.mark.e2e
 STORY = "Tell me a long story about a whale who wanted to fly."
 FIELDS = {
     "text", "token_ids", "finish_reason", "prompt_tokens", "completion_tokens", "ttft_ms", "tokens_per_s", "pipeline",
-    "request_id", "model", "seed", "pipeline_id", "queue_ms", "num_preemptions",
+    "request_id", "model", "seed", "pipeline_id", "queue_ms", "num_preemptions", "cache", "dropped_tokens",
 }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import re
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from launch.local import LocalFleet
@@ -15,6 +16,8 @@ from tests.support.commands import WAIT_S, RunningCommand, processes_of, run_sho
 pytestmark = pytest.mark.e2e
 
 COLUMNS = 100
+# The command, the orchestrator, two workers and Redis.
+NUM_PROCESSES = 5
 # An orchestrator whose launcher is gone drains, and workers end what they compute.
 GONE_S = 15.0
 CONTROLS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -35,7 +38,7 @@ def test_up_serves_until_ctrl_c_and_stops_all_it_started(home: Path) -> None:
     with start_shoal("up", "--port", "0", "--devices", "phone,tablet", home=home) as up:
         with Client(address_of(up), timeout_s=WAIT_S) as client:
             assert len(client.generate("Hi", max_tokens=4).pipeline) == 2
-        assert len(processes_of(home)) == 4
+        assert len(processes_of(home)) == NUM_PROCESSES
 
         up.process.send_signal(signal.SIGINT)
 
@@ -47,11 +50,42 @@ def test_up_serves_until_ctrl_c_and_stops_all_it_started(home: Path) -> None:
 def test_what_up_started_ends_when_it_is_killed(home: Path) -> None:
     with start_shoal("up", "--port", "0", "--devices", "phone,tablet", home=home) as up:
         address_of(up)
-        assert len(processes_of(home)) == 4
+        assert len(processes_of(home)) == NUM_PROCESSES
 
         up.process.kill()
         up.wait()
         until(lambda: processes_of(home), lambda left: not left, bound_s=GONE_S)
+
+
+def redis_of(home: Path) -> list[psutil.Process]:
+    return [process for process in processes_of(home) if process.name() == "valkey-server"]
+
+
+def test_up_goes_on_while_its_redis_is_killed_and_starts_it_again(home: Path) -> None:
+    with start_shoal("up", "--port", "0", "--devices", "phone,tablet", home=home) as up:
+        with Client(address_of(up), timeout_s=WAIT_S) as client:
+            (redis,) = redis_of(home)
+            redis.kill()
+            before = client.generate("Hi", max_tokens=4)
+            until(lambda: up.err, lambda said: "redis has died (exit code -9); it is started again" in said)
+            (again,) = until(lambda: redis_of(home))
+
+            assert again.pid != redis.pid
+            assert client.generate("Hi", max_tokens=4).text == before.text
+        up.process.send_signal(signal.SIGINT)
+
+        assert up.wait(GONE_S) == 0
+        assert none_left(home)
+
+
+def test_up_without_redis_starts_none(home: Path) -> None:
+    with start_shoal("up", "--port", "0", "--devices", "phone,tablet", "--redis", "none", home=home) as up:
+        address_of(up)
+
+        assert len(processes_of(home)) == NUM_PROCESSES - 1
+        up.process.send_signal(signal.SIGINT)
+
+        assert up.wait(GONE_S) == 0
 
 
 def test_up_with_layers_that_can_never_be_shared_ends_with_the_reason(home: Path) -> None:

@@ -15,13 +15,12 @@ from shoal import Client
 from shoal.errors import ShoalError, WorkerLost
 from shoal.generation import Delta
 from shoal.status import FleetStatus
-from tests.e2e.conftest import StartFleet
+from tests.e2e.conftest import DEVICES, StartFleet
 from tests.support.commands import WAIT_S, start_program, start_shoal, until
 
 pytestmark = pytest.mark.e2e
 
 PROMPT = "A very long story. Once upon a time"
-DEVICES = ("phone", "phone", "tablet")
 # Beyond the lease, after which a silent device is given up: for a busy machine.
 SLACK_S = 3.0
 

@@ -33,7 +33,7 @@ def test_an_orchestrator_told_to_end_finishes_its_answers_and_takes_no_more(star
     fleet = start_fleet("phone", "tablet", drain_s=30.0)
     orchestrator = fleet.children[0].process
     with Client(fleet.address, timeout_s=WAIT_S) as client:
-        with client.stream(PROMPT, max_tokens=150, ignore_eos=True) as stream:
+        with client.stream(PROMPT, max_tokens=60, ignore_eos=True) as stream:
             deltas = iter(stream)
             next(deltas)
             orchestrator.terminate()
@@ -44,7 +44,7 @@ def test_an_orchestrator_told_to_end_finishes_its_answers_and_takes_no_more(star
 
         assert isinstance(refused, NotReady)
         assert "shutting down" in refused.message
-        assert (stream.result.finish_reason, stream.result.completion_tokens) == (FinishReason.LENGTH, 150)
+        assert (stream.result.finish_reason, stream.result.completion_tokens) == (FinishReason.LENGTH, 60)
     assert orchestrator.wait(STOP_S) == 0
 
 

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from google.protobuf.message import Message
+
 from orchestrator.core.limits import Pace, SchedulerLimits
 from orchestrator.core.sequence import Sequence
 from orchestrator.core.tenants import TenantLedger
@@ -34,7 +36,7 @@ NUM_LAYERS = 30
 
 @dataclass(slots=True)
 class _Item:
-    """A step or a cancel on its way through the stages of a pipeline."""
+    """A step, a cancel or a restore on its way through the stages of a pipeline."""
 
     frame: flow_pb2.Frame
     num_tokens: int
@@ -147,7 +149,9 @@ class DevicePipeline:
             self._enter(item, stage + 1)
         elif item.frame.HasField("cancel"):
             self._model.cancel(item.frame.cancel)
-        else:
+        elif item.frame.HasField("restore"):
+            self._report_later(restored=self._model.restore(item.frame.restore))
+        elif item.frame.HasField("step"):
             self._finish(item)
 
     def _finish(self, item: _Item) -> None:
@@ -156,7 +160,10 @@ class DevicePipeline:
         if following is not None:
             self._send(flow_pb2.Frame(step=following))
         result.stamps_ns.extend([0, *item.stamps_ns])
-        frame = flow_pb2.Frame(pipeline_id=self.pipeline_id, epoch=1, to_stage=-1, step_result=result)
+        self._report_later(step_result=result)
+
+    def _report_later(self, **body: Message) -> None:
+        frame = flow_pb2.Frame(pipeline_id=self.pipeline_id, epoch=1, to_stage=-1, **body)  # type: ignore[arg-type]
         self._fleet.clock.call_at(self._fleet.clock.now() + LINK_S, lambda: self._report(frame))
 
     def _report(self, frame: flow_pb2.Frame) -> None:

@@ -1,0 +1,173 @@
+"""Minutes of mixed sessions on a fleet with every tier on: does memory stay flat, and does every answer come?
+
+Clients hold conversations that go on, are cancelled, deleted and begun anew, in all classes, with and without kept KV, while
+a Valkey far too small for all of it evicts. Prints the resident memory of every process over time and what came of the
+requests, as markdown. Run it with `python -m tests.bench.soak --minutes 10`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from launch.local import LocalFleet
+from launch.redis_server import EmbeddedRedis
+from modelstore.pull import pull
+from modelstore.store import ModelStore
+from shoal.client import Client
+from shoal.config import OrchestratorConfig
+from shoal.errors import ShoalError
+from shoal.generation import GenerateOptions
+
+DEVICES = ("phone", "phone", "tablet")
+REDIS_MIB = 64
+NUM_CLIENTS = 4
+SAMPLE_S = 15.0
+# Processes fill caches and pools at first; what they have after this part is compared with the end.
+WARM_SHARE = 0.4
+MIB = 2**20
+WORDS = (
+    "river",
+    "fish",
+    "water",
+    "boats",
+    "harbour",
+    "stones",
+    "gulls",
+    "nets",
+    "tide",
+    "wind",
+    "rope",
+    "sail",
+    "quiet",
+)
+
+
+@dataclass(slots=True)
+class Outcomes:
+    counts: Counter[str] = field(default_factory=Counter)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, what: str, count: int = 1) -> None:
+        with self.lock:
+            self.counts[what] += count
+
+
+class Talker(threading.Thread):
+    """One client with a few sessions, which it goes on with in turn until told to stop."""
+
+    def __init__(self, address: str, number: int, outcomes: Outcomes, stopping: threading.Event) -> None:
+        super().__init__(name=f"talker-{number}")
+        self._address = address
+        self._number = number
+        self._random = random.Random(number)
+        self._outcomes = outcomes
+        self._stopping = stopping
+
+    def run(self) -> None:
+        with Client(self._address, timeout_s=120.0) as client:
+            while not self._stopping.is_set():
+                try:
+                    self._act(client)
+                except ShoalError as error:
+                    self._outcomes.add(error.reason)
+
+    def _act(self, client: Client) -> None:
+        draw, session_id = self._random, f"s{self._number}-{self._random.randrange(4)}"
+        tenant = f"t{self._number % 2}"
+        options: GenerateOptions = {
+            "max_tokens": draw.choice((4, 12, 40)),
+            "qos_class": draw.choice(("latency", "balanced", "throughput")),
+            "tenant": tenant,
+            "kv_reuse": draw.choice(("policy", "policy", "exact", "none")),
+            "context_overflow": "window",
+        }
+        if draw.random() < 0.8:
+            options["session_id"] = session_id
+        kind = draw.random()
+        if kind < 0.04:
+            client.delete_session(session_id, tenant=tenant)
+            self._outcomes.add("deleted")
+            return
+        messages = [{"role": "user", "content": " ".join(draw.choices(WORDS, k=draw.choice((5, 40, 200))))}]
+        if kind < 0.15:
+            for _ in zip(client.stream(messages=messages, **options), range(3), strict=False):
+                pass
+            self._outcomes.add("cancelled")
+            return
+        answer = client.generate(messages=messages, **options)
+        self._outcomes.add("answered")
+        self._outcomes.add("prompt_tokens", answer.prompt_tokens)
+        self._outcomes.add("cached_tokens", answer.cache.cached_tokens)
+        self._outcomes.add("from_redis_tokens", answer.cache.from_redis_tokens)
+
+
+def sample(fleet: LocalFleet, redis: EmbeddedRedis) -> dict[str, float]:
+    """Resident MiB by process."""
+    processes = {child.name: child.process.pid for child in fleet.children}
+    if redis.pid is not None:
+        processes["valkey"] = redis.pid
+    return {name: psutil.Process(pid).memory_info().rss / MIB for name, pid in processes.items()}
+
+
+def soak(home: Path, minutes: float) -> tuple[list[tuple[float, dict[str, float]]], Outcomes]:
+    redis, outcomes, stopping = EmbeddedRedis(home / "redis", REDIS_MIB * MIB), Outcomes(), threading.Event()
+    config = OrchestratorConfig(port=0, home=home, context_tokens=1024)
+    pull(ModelStore(home), config.model)
+    samples = []
+    with LocalFleet(config, DEVICES, redis=redis) as fleet:
+        fleet.wait_ready()
+        talkers = [Talker(fleet.address, number, outcomes, stopping) for number in range(NUM_CLIENTS)]
+        began_at = time.monotonic()
+        for talker in talkers:
+            talker.start()
+        try:
+            while (elapsed_s := time.monotonic() - began_at) < minutes * 60:
+                samples.append((elapsed_s, sample(fleet, redis)))
+                fleet.check()
+                time.sleep(SAMPLE_S)
+        finally:
+            stopping.set()
+            for talker in talkers:
+                talker.join()
+        samples.append((time.monotonic() - began_at, sample(fleet, redis)))
+    return samples, outcomes
+
+
+def to_markdown(samples: list[tuple[float, dict[str, float]]], outcomes: Outcomes) -> str:
+    names = list(samples[0][1])
+    warm = samples[int(len(samples) * WARM_SHARE)]
+    lines = ["| minute |" + "".join(f" {name} |" for name in names), "|---|" + "---|" * len(names)]
+    every = max(1, len(samples) // 12)
+    for elapsed_s, memory in [*samples[:-1:every], samples[-1]]:
+        lines.append(f"| {elapsed_s / 60:.1f} |" + "".join(f" {memory[name]:.0f} |" for name in names))
+    growth = ", ".join(f"{name} {samples[-1][1][name] - warm[1][name]:+.0f}" for name in names)
+    counts = ", ".join(f"{what} {count}" for what, count in sorted(outcomes.counts.items()))
+    return "\n".join(
+        ["Resident MiB.", "", *lines, "", f"From minute {warm[0] / 60:.1f} to the end: {growth}.", "", counts, ""]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--out", type=Path, help="where the table goes as well")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="shoal-soak-") as home:
+        text = to_markdown(*soak(Path(home), arguments.minutes))
+    sys.stdout.write(text)
+    if arguments.out is not None:
+        arguments.out.write_text(f"# Soak\n\n`python -m tests.bench.soak --minutes {arguments.minutes:g}`\n\n{text}")
+
+
+if __name__ == "__main__":
+    main()
