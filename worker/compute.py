@@ -27,6 +27,7 @@ from worker.emulation import EmulatedDevice, SlowDown
 from worker.inbox import Inbox, SocketClosed
 from worker.kv.cache import BlockCache
 from worker.kv.fetches import BlocksFetched, LowerTier
+from worker.kv.host import HOST
 from worker.kv.trace import BlockTrace
 from worker.links import Link
 from worker.reuse import RestoreReady
@@ -166,11 +167,12 @@ class Compute:
         self.emulated = EmulatedDevice(profile, time.monotonic()) if profile.is_emulated else None
         self.kv_bytes = 0
         self._lower = lower
-        self._cache = BlockCache(
-            profile.host_kv_bytes, profile.kv_policy, self._inbox.post, lower=lower, trace=BlockTrace(kv_trace)
-        )
+        trace = BlockTrace(kv_trace)
+        trace.begin(HOST)
+        self._cache = BlockCache(profile.host_kv_bytes, profile.kv_policy, self._inbox.post, lower=lower, trace=trace)
         self._cached = self._cache.snapshot()
-        self._device_tier = KVTierStatus(DEVICE)
+        self._kv_budget_bytes = 0
+        self._num_held_blocks = 0
 
     def start(self) -> None:
         if self._lower is not None:
@@ -191,7 +193,10 @@ class Compute:
     def kv_tiers(self, now: float) -> tuple[KVTierStatus, ...]:
         """The tiers that KV is in; now is that of the monotonic clock."""
         cached = self._cached
-        return self._device_tier, cached.status_at(now), self._cache.lower_status(cached)
+        device = KVTierStatus(
+            DEVICE, budget_bytes=self._kv_budget_bytes, used_bytes=self.kv_bytes, num_blocks=self._num_held_blocks
+        )
+        return device, cached.status_at(now), self._cache.lower_status(cached)
 
     def _run(self) -> None:
         while True:
@@ -310,14 +315,15 @@ class Compute:
 
     def _measure(self) -> None:
         """Publish what the slots hold."""
-        shards = [(loaded.runner.spec.shape, loaded.shard) for loaded in self._stages.values()]
-        self.kv_bytes = sum(shard.kv_bytes for _, shard in shards)
-        self._device_tier = KVTierStatus(
-            DEVICE,
-            budget_bytes=sum(shape.kv_tokens * shape.kv_bytes_per_token for shape, _ in shards),
-            used_bytes=self.kv_bytes,
-            num_blocks=sum(shard.arena.tokens_held for _, shard in shards) // BLOCK_TOKENS,
-        )
+        self.kv_bytes = sum(loaded.shard.kv_bytes for loaded in self._stages.values())
+        num_tokens = sum(loaded.shard.arena.tokens_held for loaded in self._stages.values())
+        self._num_held_blocks = num_tokens // BLOCK_TOKENS
+
+    def _measure_budget(self) -> None:
+        """Publish what the slots may hold, when stages have come or gone."""
+        shapes = [loaded.runner.spec.shape for loaded in self._stages.values()]
+        self._kv_budget_bytes = sum(shape.kv_tokens * shape.kv_bytes_per_token for shape in shapes)
+        self._measure()
 
     def _load(self, command: LoadStage) -> None:
         spec = command.spec
@@ -328,7 +334,7 @@ class Compute:
         send = partial(self._route, spec)
         runner = StageRunner(spec, shard, slow_down, send, self._cache, self._inbox.post)
         self._stages[spec.pipeline_id] = _Loaded(runner, shard, {}, [])
-        self._measure()
+        self._measure_budget()
         self._notify(StageLoaded(spec, shard.provider))
 
     def _connect(self, command: ConnectStage) -> None:
@@ -368,7 +374,7 @@ class Compute:
             connection.close()
         loaded.runner.close()
         loaded.shard.close()
-        self._measure()
+        self._measure_budget()
 
     def _route(self, spec: StageSpec, frame: flow_pb2.Frame) -> None:
         if frame.to_stage == spec.stage:

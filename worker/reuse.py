@@ -46,7 +46,7 @@ class RestoreReady:
 class _Names:
     """The names of a prompt's full blocks, and whether what its rows compute is exact."""
 
-    chain: tuple[ChainBlock, ...]
+    block_hashes: list[BlockHash]
     is_exact: bool
 
 
@@ -207,14 +207,15 @@ class Reuse:
     def start(self, slot: int, start: flow_pb2.SequenceStart) -> None:
         """A sequence has its first row, with the names of its prompt's blocks."""
         self._restoring.pop(slot, None)
-        self._names[slot] = _Names(self._form.chain(names_of(start.block_hashes)), start.is_kv_exact)
+        self._names[slot] = _Names(names_of(start.block_hashes), start.is_kv_exact)
 
     def computed(self, slot: int, position: int, num_tokens: int, token_s: float) -> None:
         """A row of a slot was computed, at token_s a token: have the blocks of the prompt stored that it completed."""
         names = self._names.get(slot)
         if names is None:
             return
-        filled = names.chain[position // BLOCK_TOKENS : (position + num_tokens) // BLOCK_TOKENS]
+        first, stop = position // BLOCK_TOKENS, (position + num_tokens) // BLOCK_TOKENS
+        filled = self._form.chain(names.block_hashes, first, stop)
         if filled:
             cost_s = token_s * BLOCK_TOKENS
             self._cache.store(filled, self._arena, slot, is_exact=names.is_exact, cost_s=cost_s)

@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-import queue
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from shoal.codec import pack_frame
-from shoal.errors import ConnectionFailed, InternalError
-from shoal.kv import KVScope, chain
+from shoal.errors import InternalError
 from shoal.types import LayerRange, ThermalModel
 from shoal.v1 import flow_pb2
-from tests.support.fleet import make_device
-from tests.support.lower_tier import MemoryLowerTier
-from tests.support.shards import TinyModel, make_tiny_model, make_tokens
-from tests.support.stages import (
-    EPOCH,
-    PIPELINE_ID,
-    graph_of,
-    make_cancel,
-    make_restore,
-    make_row,
-    make_spec,
-    make_start,
-    make_step,
-)
+from tests.support.compute import NUM_LAYERS, WAIT_S, Bench, FakeLink, bench, model, run_badly, start
+from tests.support.shards import make_tokens
+from tests.support.stages import EPOCH, PIPELINE_ID, make_cancel, make_row, make_spec, make_step
 from worker.compute import (
     AdoptSocket,
-    Compute,
     ConnectStage,
-    Event,
     LinkBroke,
     LoadStage,
     SetUplink,
@@ -40,83 +25,11 @@ from worker.compute import (
     StageLoaded,
     UnloadStage,
 )
-from worker.kv.cache import BlockCache
-from worker.kv.fetches import LowerTier
 from worker.shard import Shard
 
-WAIT_S = 20.0
-NUM_LAYERS = 3
-ALL_LAYERS = LayerRange(0, NUM_LAYERS)
+__all__ = ["bench", "model", "start"]
+
 PROMPT = make_tokens(7, 280, seed=1)
-
-
-class FakeLink:
-    """Keeps what is sent on it; broken: refuses it."""
-
-    kind = "fake"
-
-    def __init__(self, *, is_broken: bool = False) -> None:
-        self.sent: queue.Queue[flow_pb2.Frame] = queue.Queue()
-        self.closed: queue.Queue[None] = queue.Queue()
-        self._is_broken = is_broken
-
-    def send(self, frame: flow_pb2.Frame) -> None:
-        if self._is_broken:
-            raise ConnectionFailed("the peer is gone")
-        self.sent.put(frame)
-
-    def close(self) -> None:
-        self.closed.put(None)
-
-    def next(self) -> flow_pb2.Frame:
-        return self.sent.get(timeout=WAIT_S)
-
-
-class Bench:
-    """A running compute thread, what it told its agent, and its link to the orchestrator."""
-
-    def __init__(self, model: TinyModel, *, lower: LowerTier | None = None, **profile: object) -> None:
-        self.model = model
-        self.events: queue.Queue[Event] = queue.Queue()
-        device = make_device(**profile)  # type: ignore[arg-type]
-        self.compute = Compute(device, self.events.put, lower=lower)
-        self.compute.start()
-        self.uplink = FakeLink()
-        self.compute.post(SetUplink(self.uplink))
-
-    def next_event(self) -> Event:
-        return self.events.get(timeout=WAIT_S)
-
-    def load(self, layers: LayerRange = ALL_LAYERS, stage: int = 0, num_stages: int = 1) -> Event:
-        spec = make_spec(self.model, layers, stage, num_stages)
-        self.compute.post(LoadStage(spec, graph_of(self.model, layers), self.model.blob_directory))
-        return self.next_event()
-
-    def close(self) -> None:
-        assert self.compute.stop(WAIT_S)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    return make_tiny_model(tmp_path_factory.mktemp("compute"), num_layers=NUM_LAYERS)
-
-
-@pytest.fixture
-def start(model: TinyModel) -> Iterator[Callable[..., Bench]]:
-    benches: list[Bench] = []
-
-    def start_with(*, lower: LowerTier | None = None, **profile: object) -> Bench:
-        benches.append(Bench(model, lower=lower, **profile))
-        return benches[-1]
-
-    yield start_with
-    for bench in benches:
-        bench.close()
-
-
-@pytest.fixture
-def bench(start: Callable[..., Bench]) -> Bench:
-    return start()
 
 
 def prefill(step: int = 1, sequence_id: int = 1) -> flow_pb2.Frame:
@@ -168,10 +81,6 @@ def test_an_error_nobody_foresaw_becomes_a_lost_step_with_a_number_to_look_up(
     assert "ZeroDivisionError" in failed.message
     assert "correlation id" in failed.message
     assert bench.uplink.next().step_result.step == 2
-
-
-def run_badly(*_: object, **__: object) -> None:
-    raise ZeroDivisionError("oops")
 
 
 def test_a_token_outside_the_vocabulary_never_reaches_the_runtime(bench: Bench) -> None:
@@ -375,91 +284,3 @@ def test_a_stop_unloads_and_ends_the_thread(start: Callable[..., Bench]) -> None
 
     assert bench.compute.stop(WAIT_S)
     bench.uplink.closed.get(timeout=WAIT_S)
-
-
-LONG_PROMPT = make_tokens(100, 280, seed=3)
-NAMES = chain(KVScope("00" * 32, "f32-rope-1"), LONG_PROMPT)
-KEEPING = {"host_kv_bytes": 1 << 26}
-
-
-def prefill_long(step: int = 1, sequence_id: int = 1) -> flow_pb2.Frame:
-    return make_step(step, [make_row(sequence_id, num_tokens=100, start=make_start(names=NAMES))], LONG_PROMPT)
-
-
-def test_what_a_prompt_filled_is_kept_while_nothing_else_is_to_do(start: Callable[..., Bench]) -> None:
-    bench = start(**KEEPING)
-    bench.load()
-    bench.compute.post(prefill_long())
-    bench.uplink.next()
-    bench.compute.post(make_cancel((1, 0)))
-
-    bench.compute.post(make_restore(2, NAMES))
-
-    restored = bench.uplink.next().restored
-    assert (restored.sequence_id, restored.restored.num_blocks, restored.restored.is_exact) == (2, 1, True)
-
-
-def test_what_only_the_tier_below_has_is_fetched_by_its_own_thread(start: Callable[..., Bench]) -> None:
-    lower = MemoryLowerTier()
-    first = start(lower=lower, **KEEPING)
-    assert lower.calls == ["start"]
-    first.load()
-    first.compute.post(prefill_long())
-    first.uplink.next()
-    assert first.compute.stop(WAIT_S)
-    assert lower.calls == ["start", "stop"]
-
-    second = start(lower=lower, **KEEPING)
-    second.load()
-    second.compute.post(make_restore(1, NAMES, fetch_timeout_ms=1000.0))
-
-    assert second.uplink.next().restored.restored.num_from_redis == 1
-
-
-@pytest.mark.parametrize("method", ["restore", "fetch"])
-def test_a_restore_that_fails_is_answered_as_if_nothing_had_been_kept(
-    start: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
-    bench = start(lower=MemoryLowerTier(), **KEEPING)
-    bench.load()
-    monkeypatch.setattr(BlockCache, method, run_badly)
-
-    bench.compute.post(make_restore(7, NAMES, fetch_timeout_ms=1000.0))
-
-    restored = bench.uplink.next().restored
-    assert (restored.sequence_id, restored.restored.num_blocks) == (7, 0)
-
-
-def test_a_block_that_cannot_be_copied_is_given_up_and_the_thread_lives_on(
-    start: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = start(**KEEPING)
-    bench.load()
-    monkeypatch.setattr("worker.kv.cache.pack_block", run_badly)
-
-    bench.compute.post(prefill_long())
-    bench.uplink.next()
-    bench.compute.post(make_restore(2, NAMES, slot=1))
-
-    assert bench.uplink.next().restored.restored.num_blocks == 0
-
-
-def test_the_tiers_are_reported_with_their_budgets(start: Callable[..., Bench]) -> None:
-    bench = start(lower=MemoryLowerTier(), **KEEPING)
-    bench.load()
-    bench.compute.post(prefill_long())
-    bench.uplink.next()
-    bench.compute.post(make_restore(2, NAMES, slot=1))
-    bench.uplink.next()
-    # An answer after the one that counts: what it reports is complete then.
-    bench.compute.post(make_restore(3, NAMES, slot=2))
-    bench.uplink.next()
-
-    device, host, redis = bench.compute.kv_tiers(time.monotonic())
-    assert (device.tier, host.tier, redis.tier) == ("device", "host", "redis")
-    assert device.num_blocks >= 2
-    assert 0 < device.used_bytes <= device.budget_bytes
-    assert (host.budget_bytes, host.num_blocks, host.puts) == (1 << 26, 1, 1)
-    assert host.hits >= 1
-    assert host.oldest_s >= host.mean_age_s >= 0.0
-    assert redis.num_blocks == 1

@@ -21,16 +21,14 @@ from pathlib import Path
 
 import pytest
 
-from launch.redis_server import EmbeddedRedis
 from shoal.breaker import LinkState
 from shoal.errors import ConfigError
 from shoal.redis_connection import RedisRefusal, RefusalKind, without_secrets
 from shoal.redis_link import AsyncRedisLink, session_key
-from tests.support.redis import PATIENCE_S, RawRedis, redis_server, running_redis, short_directory
+from tests.support.redis import PATIENCE_S, RawRedis, redis_server, running_redis, server_url, short_directory
 
-__all__ = ["redis_server"]
+__all__ = ["redis_server", "server_url"]
 
-SYSTEM_REDIS = shutil.which("redis-server")
 # A call that waits for Redis gives up after 0.05 s; a machine that is busy may make us notice later.
 SOON_S = 5.0
 
@@ -57,17 +55,6 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage().split()[0] for record in caplog.records if record.name == "shoal.redis_link"]
 
 
-@pytest.fixture(scope="module", params=["valkey", "system"])
-def server_url(request: pytest.FixtureRequest, redis_server: EmbeddedRedis) -> Iterator[str]:
-    if request.param == "valkey":
-        yield redis_server.url
-        return
-    if SYSTEM_REDIS is None:
-        pytest.skip("no redis-server is installed")
-    with running_redis(program=Path(SYSTEM_REDIS)) as server:
-        yield server.url
-
-
 async def test_what_was_set_is_there_until_it_is_deleted(server_url: str) -> None:
     async with linked(server_url) as link:
         assert await link.set(b"a", b"\0\r\n\xff", None)
@@ -85,16 +72,11 @@ async def test_a_value_with_a_time_to_live_goes(server_url: str) -> None:
                 await asyncio.sleep(0.001)
 
 
-async def test_sets_and_sorted_sets_keep_their_members(server_url: str) -> None:
+async def test_sets_keep_their_members(server_url: str) -> None:
     async with linked(server_url) as link:
         assert await link.sadd(b"set", b"x", b"y") == 2
         assert await link.srem(b"set", b"x") == 1
         assert await link.smembers(b"set") == frozenset({b"y"})
-        assert await link.scard(b"set") == 1
-        assert await link.zadd(b"sorted", b"late", 2.5) == 1
-        assert await link.zadd(b"sorted", b"early", 1.5) == 1
-        assert await link.zrange(b"sorted", 0, -1) == [b"early", b"late"]
-        assert await link.zrem(b"sorted", b"late") == 1
 
 
 async def test_the_fields_of_many_hashes_come_in_their_order(server_url: str) -> None:
@@ -155,7 +137,9 @@ async def test_a_link_that_is_off_answers_without_being_asked() -> None:
     await link.close()
 
 
-@pytest.mark.parametrize("url", ["http://host", "host:6379", "unix://", "redis://h:port", "redis://h?db=x"])
+@pytest.mark.parametrize(
+    "url", ["http://host", "host:6379", "unix://", "redis://", "rediss:///2", "redis://h:port", "redis://h?db=x"]
+)
 def test_an_url_of_another_kind_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="redis_url"):
         AsyncRedisLink(url)
@@ -299,7 +283,8 @@ class LoadingRedis:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
-            with connection:
+            # A link that gives it up may not have read all of what was said.
+            with connection, contextlib.suppress(ConnectionError):
                 while connection.recv(4096):
                     self.num_asked += 1
                     connection.sendall(b"-LOADING Redis is loading the dataset in memory\r\n")

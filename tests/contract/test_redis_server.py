@@ -17,9 +17,8 @@ from launch.local import LocalFleet
 from launch.redis_server import FIRST_REVIVAL_S, EmbeddedRedis
 from shoal.config import OrchestratorConfig
 from shoal.errors import LaunchFailed
-from tests.contract.test_redis_tier import command
 from tests.support.clock import FakeClock
-from tests.support.redis import PATIENCE_S, short_directory
+from tests.support.redis import PATIENCE_S, command, short_directory
 
 MIB = 2**20
 

@@ -1,21 +1,16 @@
-"""What the Redis tier of a worker keeps to: blocks come back as they were written, or not at all, and nobody waits.
+"""What the Redis tier of a worker keeps to: blocks come back as they were written, or not at all.
 
-Against an embedded Valkey, and a Redis of the system where there is one; with a Redis that is killed, hangs or is full, with
-values that were damaged or evicted, and over links as slow as an emulated device's.
+Against an embedded Valkey, and a Redis of the system where there is one; with values that were damaged or evicted, and tiers
+that are stopped.
 """
 
 from __future__ import annotations
 
-import asyncio
 import queue
-import shutil
-import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,96 +18,16 @@ from typing import Any
 import pytest
 
 from launch.redis_server import EmbeddedRedis
-from shoal.kv import BlockHash, BlockKey
-from shoal.redis_link import AsyncRedisLink, block_manifest_key, block_value_key
+from shoal.redis_link import block_manifest_key, block_value_key
 from shoal.types import LayerRange, LinkProfile
 from tests.support.kv_blocks import make_blocks, pack_stage
-from tests.support.redis import PATIENCE_S, redis_server, running_redis
-from worker.kv.block import StageBlock
+from tests.support.redis import PATIENCE_S, command, redis_server, server_url
+from tests.support.redis_tier import fetch, manifest, started, until, values_of, write
 from worker.kv.codec import KVCodec
-from worker.kv.fetches import LowerTier
-from worker.kv.groups import Entry, read_manifest
-from worker.kv.redis_tier import RedisTier
+from worker.kv.fetches import Found
+from worker.kv.groups import Entry
 
-__all__ = ["redis_server"]
-
-SYSTEM_REDIS = shutil.which("redis-server")
-Found = dict[BlockKey, bytes]
-
-
-@pytest.fixture(scope="module", params=["valkey", "system"])
-def server_url(request: pytest.FixtureRequest, redis_server: EmbeddedRedis) -> Iterator[str]:
-    if request.param == "valkey":
-        yield redis_server.url
-        return
-    if SYSTEM_REDIS is None:
-        pytest.skip("no redis-server is installed")
-    with running_redis(program=Path(SYSTEM_REDIS)) as server:
-        yield server.url
-
-
-@contextmanager
-def started(url: str, link: LinkProfile | None = None, **options: Any) -> Iterator[RedisTier]:
-    tier = RedisTier(url, link, **options)
-    tier.start()
-    try:
-        yield tier
-    finally:
-        tier.stop(PATIENCE_S)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.005)
-
-
-def fetch(tier: LowerTier, blocks: Sequence[StageBlock], timeout_s: float = PATIENCE_S) -> Found:
-    answers: queue.Queue[Found] = queue.Queue()
-    tier.fetch(blocks, timeout_s, answers.put)
-    found = answers.get(timeout=2 * PATIENCE_S)
-    assert answers.empty()
-    return found
-
-
-def write(tier: RedisTier, blocks: Sequence[StageBlock], codec: KVCodec = KVCodec.LOSSLESS) -> None:
-    """Write blocks and wait until they are stored."""
-    num_stored = tier.status().puts + len(blocks)
-    for block in blocks:
-        assert tier.write(block, pack_stage(block, codec))
-    until(lambda: tier.status().puts == num_stored)
-
-
-def asked(url: str, ask: Callable[[AsyncRedisLink], Awaitable[Any]]) -> Any:
-    """What Redis says to the test itself."""
-
-    async def run() -> Any:
-        link = AsyncRedisLink(url)
-        assert await link.connect(PATIENCE_S)
-        try:
-            return await ask(link)
-        finally:
-            await link.close()
-
-    return asyncio.run(run())
-
-
-def command(url: str, *words: bytes | str | int) -> Any:
-    replies = asked(url, lambda link: link.call(words, timeout_s=PATIENCE_S))
-    assert replies is not None
-    return replies[0]
-
-
-def manifest(url: str, block_hash: BlockHash) -> list[Entry]:
-    reply = command(url, "HGETALL", block_manifest_key(block_hash))
-    return read_manifest(dict(zip(reply[::2], reply[1::2], strict=True)))
-
-
-def values_of(url: str, block: StageBlock) -> dict[bytes, bytes]:
-    """The values that a block's manifest promises, by their keys."""
-    keys = [block_value_key(entry.key(block.block_hash)) for entry in manifest(url, block.block_hash)]
-    return {key: command(url, "GET", key) for key in keys}
+__all__ = ["redis_server", "server_url"]
 
 
 @pytest.mark.parametrize("codec", KVCodec)
@@ -231,14 +146,24 @@ def test_a_value_of_another_block_is_a_miss(redis_server: EmbeddedRedis) -> None
         assert tier.status().mismatches == {"other_key": 1}
 
 
-def test_who_takes_a_sound_block_for_another_one_does_not_have_it_deleted(server_url: str) -> None:
+@pytest.mark.parametrize(
+    ("mistake", "reason"),
+    [
+        ({"position": 64}, "other_position"),
+        ({"model_digest": "ab" * 32}, "other_model"),
+        ({"head_dim": 16}, "other_shape"),
+    ],
+)
+def test_who_takes_a_sound_block_for_another_one_does_not_have_it_deleted(
+    server_url: str, mistake: dict[str, Any], reason: str
+) -> None:
     (block,) = make_blocks(1, name="sound")
-    mistaken = replace(block, label=replace(block.label, position=block.label.position + 64))
+    mistaken = replace(block, label=replace(block.label, **mistake))
     with started(server_url) as tier:
         write(tier, [block])
 
         assert fetch(tier, [mistaken]) == {}
-        assert tier.status().mismatches == {"other_position": 1}
+        assert tier.status().mismatches == {reason: 1}
         assert fetch(tier, [block]).keys() == {block.key}
 
 
@@ -294,120 +219,6 @@ def test_a_tier_that_has_ended_takes_nothing_and_answers_at_once(redis_server: E
     assert tier.status().dropped_writes == 1
 
 
-def test_a_tier_without_an_url_is_off() -> None:
-    block = make_blocks(1)[0]
-    with started("") as tier:
-        assert not tier.write(block, pack_stage(block))
-        assert fetch(tier, [block]) == {}
-        assert (tier.status().state, tier.status().dropped_writes) == ("off", 1)
-
-
-def test_more_than_the_queue_holds_is_dropped_and_counted() -> None:
-    blocks = make_blocks(8, name="queue")
-    packed = [pack_stage(block) for block in blocks]
-    with running_redis() as server:
-        server.process.send_signal(signal.SIGSTOP)
-        with started(server.url, max_queued_bytes=3 * len(packed[0])) as tier:
-            taken = [tier.write(block, data) for block, data in zip(blocks, packed, strict=True)]
-            assert taken == [True] * 3 + [False] * 5
-            assert tier.status().dropped_writes == 5
-            assert tier.queued_bytes == 3 * len(packed[0])
-            tier.stop(0.1)
-
-
-def test_redis_that_is_killed_fails_nobody_and_is_used_again() -> None:
-    blocks = make_blocks(2, name="killed")
-    with running_redis() as server, started(server.url) as tier:
-        write(tier, blocks)
-        server.kill()
-        until(lambda: tier.status().state == "open")
-        assert fetch(tier, blocks) == {}
-        assert not tier.write(blocks[0], pack_stage(blocks[0]))
-        assert tier.status().dropped_writes == 1
-        server.restart()
-        until(lambda: tier.status().state == "ok")
-        write(tier, blocks)
-        assert len(fetch(tier, blocks)) == 2
-
-
-def test_redis_that_hangs_is_given_up_long_before_the_time_that_computing_takes() -> None:
-    blocks = make_blocks(2, name="hangs")
-    with running_redis() as server, started(server.url) as tier:
-        write(tier, blocks)
-        assert len(fetch(tier, blocks)) == 2
-        server.process.send_signal(signal.SIGSTOP)
-        began_at = time.monotonic()
-        assert [fetch(tier, blocks, timeout_s=30.0) for _ in range(20)] == [{}] * 20
-        assert time.monotonic() - began_at < 10.0  # of 600 s
-        server.process.send_signal(signal.SIGCONT)
-        until(lambda: len(fetch(tier, blocks)) == 2)
-
-
-def test_a_full_redis_takes_no_more_and_gives_what_it_has() -> None:
-    blocks = make_blocks(40, name="full")
-    with (
-        running_redis("--maxmemory", "6mb", "--maxmemory-policy", "noeviction") as server,
-        started(server.url) as tier,
-    ):
-        for block in blocks:
-            tier.write(block, pack_stage(block))
-        until(lambda: tier.status().puts + tier.status().dropped_writes == len(blocks))
-        num_stored = tier.status().puts
-        assert 0 < num_stored < len(blocks)
-        assert len(fetch(tier, blocks)) == num_stored
-        assert tier.status().state == "ok"
-
-
-def test_sessions_stay_when_blocks_have_to_go(redis_server: EmbeddedRedis) -> None:
-    with running_redis("--maxmemory", "6mb", "--maxmemory-policy", "volatile-lfu") as server:
-        command(server.url, "SET", b"session", bytes(1000))
-        with started(server.url) as tier:
-            write(tier, make_blocks(40, name="evict"))
-
-        assert command(server.url, "GET", b"session") == bytes(1000)
-        assert b"evicted_keys:0\r" not in command(server.url, "INFO", "stats")
-
-
-def test_a_slow_link_turns_fetching_off_by_itself(redis_server: EmbeddedRedis) -> None:
-    """At 8 Mbit/s a block of 320 KiB takes a third of a second."""
-    blocks = make_blocks(2, name="slow")
-    with started(redis_server.url) as fast:
-        write(fast, blocks)
-    with started(redis_server.url, LinkProfile(rate_mbit_s=8.0)) as tier:
-        assert len(fetch(tier, blocks)) == 2
-        began_at = time.monotonic()
-        assert fetch(tier, blocks, timeout_s=0.1) == {}
-        assert tier.status().state == "slow"
-        assert time.monotonic() - began_at < PATIENCE_S
-        assert tier.status().read_mb_s == pytest.approx(1.0, rel=0.5)
-        assert len(fetch(tier, blocks)) == 2
-        assert tier.status().state == "ok"
-
-
-def test_a_link_of_which_too_much_was_hoped_gives_the_leading_blocks(redis_server: EmbeddedRedis) -> None:
-    """Ten blocks take 3.3 s at 8 Mbit/s: what has come by then is worth having."""
-    blocks = make_blocks(10, name="partly")
-    with started(redis_server.url) as fast:
-        write(fast, blocks)
-    with started(redis_server.url, LinkProfile(rate_mbit_s=8.0)) as tier:
-        fetch(tier, blocks[:1])
-        found = fetch(tier, blocks, timeout_s=1.5)
-
-    assert 0 < len(found) < 10
-    assert found.keys() == {block.key for block in blocks[: len(found)]}
-
-
-def test_a_link_that_became_fast_again_is_found_out(redis_server: EmbeddedRedis) -> None:
-    """What was measured while Redis hung is not the last word, though no fetch is tried on it."""
-    blocks = make_blocks(1, name="fast again")
-    with started(redis_server.url) as tier:
-        write(tier, blocks)
-        assert len(fetch(tier, blocks)) == 1
-        tier._store.reading.bytes_per_s = 1.0
-        assert fetch(tier, blocks, timeout_s=1.0) == {}
-        until(lambda: len(fetch(tier, blocks, timeout_s=1.0)) == 1)
-
-
 def test_on_done_is_called_once_by_a_tier_that_is_stopped_meanwhile(redis_server: EmbeddedRedis) -> None:
     blocks = make_blocks(2, name="stopped")
     answers: list[Found] = []
@@ -431,7 +242,8 @@ def test_on_done_is_called_by_the_tier_s_own_thread(redis_server: EmbeddedRedis)
 
 OTHER_PROCESS = """
 import sys
-from tests.contract.test_redis_tier import fetch, make_blocks, pack_stage, started, write
+from tests.support.kv_blocks import make_blocks, pack_stage
+from tests.support.redis_tier import fetch, started, write
 url, verb = sys.argv[1:]
 blocks = make_blocks(3, name="other process")
 with started(url) as tier:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import random
 
-from shoal.kv import BLOCK_TOKENS, KVScope, chain, layer_key
+from shoal.kv import BLOCK_TOKENS, KVScope, chain
 from shoal.types import LayerRange
-from worker.kv.block import BlockLabel, StageBlock, pack
+from worker.kv.block import BlockForm, StageBlock, pack
 from worker.kv.codec import KVCodec, encoded_bytes
 
 MODEL_DIGEST = hashlib.sha256(b"a model").hexdigest()
@@ -22,20 +22,13 @@ def make_blocks(
     """The first blocks of a sequence that depends on the name."""
     tokens = random.Random(name).choices(range(50_000), k=count * BLOCK_TOKENS)
     hashes = chain(KVScope(MODEL_DIGEST, "f32-rope-1"), tokens)
-    return [
-        StageBlock(
-            block_hash,
-            BlockLabel(
-                layer_key(block_hash, layers), MODEL_DIGEST, layers, NUM_HEADS, BLOCK_TOKENS, head_dim, i * BLOCK_TOKENS
-            ),
-        )
-        for i, block_hash in enumerate(hashes)
-    ]
+    form = BlockForm(MODEL_DIGEST, layers, NUM_HEADS, head_dim)
+    return [form.block(block_hash, index) for index, block_hash in enumerate(hashes)]
 
 
 def layer_payload(block: StageBlock, layer: int, codec: KVCodec = KVCodec.LOSSLESS) -> bytes:
     """The same for a layer of a block, whichever stage it is asked for."""
-    size = encoded_bytes(codec, (1, 2, block.label.num_kv_heads, block.label.num_tokens, block.label.head_dim))
+    size = encoded_bytes(codec, (1, *block.shape[1:]))
     return random.Random(f"{block.block_hash.hex()} {layer} {codec.value}").randbytes(size)
 
 

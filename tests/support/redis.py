@@ -1,25 +1,30 @@
 """Redis for tests: an embedded Valkey a module in a folder of its own, others with options, and faults done to them.
 
-`redis_server` is what most tests need: import it into a module. Every server is ended by its fixture.
+`redis_server` is what most tests need, and `server_url` what holds for any Redis: import them into a module. Every server is
+ended by its fixture.
 """
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from launch.redis_server import EmbeddedRedis, find_server
+from shoal.redis_link import AsyncRedisLink
 
 # For what takes milliseconds: a deadline of the test, not of what it tests.
 PATIENCE_S = 20.0
+SYSTEM_REDIS = shutil.which("redis-server")
 
 
 @contextmanager
@@ -88,3 +93,34 @@ def running_redis(*options: str, program: Path | None = None) -> Iterator[RawRed
             yield server
         finally:
             server.kill()
+
+
+@pytest.fixture(scope="module", params=["valkey", "system"])
+def server_url(request: pytest.FixtureRequest, redis_server: EmbeddedRedis) -> Iterator[str]:
+    if request.param == "valkey":
+        yield redis_server.url
+        return
+    if SYSTEM_REDIS is None:
+        pytest.skip("no redis-server is installed")
+    with running_redis(program=Path(SYSTEM_REDIS)) as server:
+        yield server.url
+
+
+def asked(url: str, ask: Callable[[AsyncRedisLink], Awaitable[Any]]) -> Any:
+    """What Redis says to the test itself."""
+
+    async def run() -> Any:
+        link = AsyncRedisLink(url)
+        assert await link.connect(PATIENCE_S)
+        try:
+            return await ask(link)
+        finally:
+            await link.close()
+
+    return asyncio.run(run())
+
+
+def command(url: str, *words: bytes | str | int) -> Any:
+    replies = asked(url, lambda link: link.call(words, timeout_s=PATIENCE_S))
+    assert replies is not None
+    return replies[0]

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.kv import BlockKey
+from shoal.kv import BlockHash, BlockKey
 from shoal.types import LayerRange
-from worker.kv.block import HEADER_BYTES, BlockLabel, Mismatch, Payload, pack, unpack
+from worker.kv.block import HEADER_BYTES, BlockForm, BlockLabel, Mismatch, Payload, pack, unpack
 
 CODECS = frozenset({"f32", "int8"})
 PAYLOAD = Random(4).randbytes(300)
@@ -149,3 +149,15 @@ def test_a_label_of_no_block_is_refused() -> None:
     for change in ({"key": b"short"}, {"model_digest": "ab"}, {"num_tokens": 0}, {"head_dim": 0}, {"position": -1}):
         with pytest.raises(ValueError):
             replace(LABEL, **change)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 0), (0, 2), (1, 3), (3, 4), (2, 9), (5, 5), (4, 9), (0, None)])
+def test_a_part_of_a_prompt_s_blocks_is_as_in_the_whole(start: int, stop: int | None) -> None:
+    form = BlockForm("ab" * 32, LayerRange(3, 9), num_kv_heads=3, head_dim=16)
+    names = [BlockHash(bytes([number]) * 32) for number in range(4)]
+
+    whole = form.chain(names)
+
+    assert form.chain(names, start, stop) == whole[start:stop]
+    assert [block.parent for block in whole] == [None, *(block.key for block in whole[:-1])]
+    assert [block.is_newest for block in whole] == [False, False, False, True]

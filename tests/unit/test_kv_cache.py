@@ -332,6 +332,36 @@ def test_kept_blocks_leave_half_of_the_memory_to_others() -> None:
     assert bench.held(others) == [True, True]
 
 
+def test_a_pinned_block_that_was_computed_anew_still_counts_as_pinned() -> None:
+    bench = CacheBench(num_blocks=4)
+    names = make_names(2)
+    bench.store(names, is_exact=False)
+    bench.cache.keep([names[0], names[0], names[1]], 60.0)
+    bench.store(names, is_exact=True)
+    others = make_names(2, prompt=1)
+    bench.store(others)
+
+    bench.cache.keep(others, 60.0)
+
+    assert bench.held(bench.store(make_names(2, prompt=2))) == [True, True]
+    assert bench.held(FORM.chain(names)) == [True, True]
+
+
+def test_blocks_that_are_kept_again_are_kept_for_longer_though_no_more_could_be_pinned() -> None:
+    bench = CacheBench(num_blocks=4)
+    names = make_names(2)
+    kept = bench.store(names)
+    bench.cache.keep(names, 60.0)
+    bench.clock.move_to(50.0)
+
+    bench.cache.keep(names, 60.0)
+
+    bench.clock.move_to(100.0)
+    for prompt in (1, 2):
+        bench.store(make_names(2, prompt=prompt))
+    assert bench.held(kept) == [True, True]
+
+
 def test_a_wish_to_keep_what_comes_later_ends_with_its_time() -> None:
     bench = CacheBench(num_blocks=2)
     names = make_names(1)

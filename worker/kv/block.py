@@ -61,6 +61,11 @@ class BlockLabel:
     head_dim: int
     position: int
 
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """[L, 2, K, tokens, D]."""
+        return len(self.layers), 2, self.num_kv_heads, self.num_tokens, self.head_dim
+
     def __post_init__(self) -> None:
         if len(self.key) != DIGEST_BYTES or len(bytes.fromhex(self.model_digest)) != DIGEST_BYTES:
             raise ValueError(f"a key and a model digest have {DIGEST_BYTES} bytes: {self}")
@@ -70,14 +75,10 @@ class BlockLabel:
 
 @dataclass(frozen=True, slots=True)
 class StageBlock:
-    """What one stage stores of a block: the block's name, and the label of the stage's part of it."""
+    """What one stage stores of a block: the block's name, and the label of the stage's part of it; see BlockForm.block."""
 
     block_hash: BlockHash
     label: BlockLabel
-
-    def __post_init__(self) -> None:
-        if self.label.key != layer_key(self.block_hash, self.label.layers):
-            raise ValueError(f"the key is not that of layers {self.label.layers} of block {self.block_hash.hex()}")
 
     @property
     def key(self) -> BlockKey:
@@ -85,9 +86,7 @@ class StageBlock:
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
-        """[L, 2, K, tokens, D]."""
-        label = self.label
-        return len(label.layers), 2, label.num_kv_heads, label.num_tokens, label.head_dim
+        return self.label.shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +132,17 @@ class BlockForm:
         )
         return StageBlock(block_hash, label)
 
-    def chain(self, block_hashes: Sequence[BlockHash]) -> tuple[ChainBlock, ...]:
-        """The stage's parts of the leading blocks of a prompt."""
-        blocks = [self.block(block_hash, index) for index, block_hash in enumerate(block_hashes)]
-        parents = [None, *(block.key for block in blocks)]
-        last = len(blocks) - 1
-        return tuple(ChainBlock(block, index, parents[index], index == last) for index, block in enumerate(blocks))
+    def chain(
+        self, block_hashes: Sequence[BlockHash], start: int = 0, stop: int | None = None
+    ) -> tuple[ChainBlock, ...]:
+        """The stage's parts of blocks [start, stop), as far as there are, of those that a prompt begins with."""
+        last = len(block_hashes) - 1
+        parent = layer_key(block_hashes[start - 1], self.layers) if 0 < start <= last else None
+        blocks = []
+        for index, block_hash in enumerate(block_hashes[start:stop], start):
+            blocks.append(ChainBlock(self.block(block_hash, index), index, parent, index == last))
+            parent = blocks[-1].key
+        return tuple(blocks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ from worker.kv.arena import Arena
 from worker.kv.block import ChainBlock
 from worker.kv.codec import Block, KVCodec, decode_into, encoded_bytes, fitting_codec
 from worker.kv.fetches import BlocksFetched, Fetch, Fetches, Found, LowerTier
-from worker.kv.host import HOST, HeldBlock, HostBlocks, HostSnapshot, checked, mean_rate, pack_block
+from worker.kv.host import HOST, HeldBlock, HostBlocks, HostSnapshot, checked, mean_rate
+from worker.kv.packed import pack_block
 from worker.kv.policy import Standing, Strain, host_codec, lower_codec
 from worker.kv.trace import BlockEvent, BlockTrace
 
@@ -155,14 +156,14 @@ class BlockCache:
         standing = Standing(is_first=chain.index == 0, is_newest=chain.is_newest)
         strain = Strain(is_full=self._host.is_short_of(block_bytes), is_hot=self.is_hot)
         codec = fitting_codec(values, host_codec(self._policy, standing, strain))
-        packed = pack_block(chain.block, values, codec, is_exact=pending.is_exact)
+        packed = pack_block(chain.block.label, values, codec, is_exact=pending.is_exact)
         held = self._put(chain, packed, codec, is_exact=pending.is_exact, cost_s=pending.cost_s)
         self._write_mb_s = mean_rate(self._write_mb_s, values.nbytes, self._clock() - started)
         if self._lower is None:
             return
         below = fitting_codec(values, lower_codec(self._policy, standing, strain))
         if below is not codec:
-            packed = pack_block(chain.block, values, below, is_exact=pending.is_exact)
+            packed = pack_block(chain.block.label, values, below, is_exact=pending.is_exact)
         is_written = self._write(chain, packed, below)
         if held is not None:
             held.is_written = is_written

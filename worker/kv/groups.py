@@ -12,14 +12,14 @@ from enum import StrEnum
 
 from shoal.kv import BlockHash, BlockKey, layer_key
 from shoal.types import LayerRange
-from worker.kv.block import HEADER_BYTES, BlockLabel, Mismatch, Payload, StageBlock, pack, unpack
+from worker.kv.block import HEADER_BYTES, Mismatch, Payload, StageBlock, pack
 from worker.kv.codec import KVCodec, encoded_bytes
+from worker.kv.packed import CODECS, unpack_block
 
 # Redis does best with values of 128-256 KiB, and jemalloc rounds one that is just over a power of two up by a quarter; the
 # 64 bytes are for what Redis keeps beside them.
 MAX_VALUE_BYTES = 256 * 1024 - 64
 
-_CODECS = frozenset(codec.value for codec in KVCodec)
 # The most precise first.
 _RANKS = {codec.value: rank for rank, codec in enumerate((KVCodec.LOSSLESS, KVCodec.INT8, KVCodec.K4V4))}
 
@@ -65,7 +65,7 @@ def read_entry(field: bytes, content: bytes) -> Entry | None:
     if not all(number.isdigit() and len(number) < 10 for number in numbers):
         return None
     name = codec.decode("ascii", "replace")
-    if name not in _CODECS or not int(start) < int(stop) or int(is_exact) > 1:
+    if name not in CODECS or not int(start) < int(stop) or int(is_exact) > 1:
         return None
     return Entry(LayerRange(int(start), int(stop)), name, bool(int(is_exact)), int(num_bytes))
 
@@ -77,7 +77,7 @@ def read_manifest(fields: Mapping[bytes, bytes]) -> list[Entry]:
 
 def lossless_bytes(block: StageBlock) -> int:
     """What the values of a block take if they are bit-exact, without their headers."""
-    return encoded_bytes(KVCodec.LOSSLESS, _shape(block.label))
+    return encoded_bytes(KVCodec.LOSSLESS, block.shape)
 
 
 def cut(block: StageBlock, packed: bytes) -> list[tuple[Entry, bytes]] | Mismatch:
@@ -86,11 +86,9 @@ def cut(block: StageBlock, packed: bytes) -> list[tuple[Entry, bytes]] | Mismatc
     They begin at multiples of a number of layers that depends on the codec alone, so that stages with other layers make the
     same values where they can.
     """
-    payload = unpack(packed, block.label, _CODECS)
+    payload = unpack_block(packed, block.label)
     if isinstance(payload, Mismatch):
         return payload
-    if not _has_all(payload, block.label):
-        return Mismatch.OTHER_SHAPE
     layers = block.label.layers
     layer_bytes = len(payload.data) // len(layers)
     step = max(1, (MAX_VALUE_BYTES - HEADER_BYTES) // layer_bytes)
@@ -121,14 +119,12 @@ def join(block: StageBlock, entries: Sequence[Entry], values: Sequence[bytes]) -
     payloads: list[Payload] = []
     for entry, value in zip(entries, values, strict=True):
         label = replace(block.label, key=entry.key(block.block_hash), layers=entry.layers)
-        payload = unpack(value, label, _CODECS)
+        payload = unpack_block(value, label)
         if isinstance(payload, Mismatch):
             return entry, payload.value
         # What was read is newer than the manifest, and may be of another codec by now.
         if payloads and payload.codec != payloads[0].codec:
             return entry, Damage.MIXED_CODECS.value
-        if not _has_all(payload, label):
-            return entry, Mismatch.OTHER_SHAPE.value
         payloads.append(payload)
     layers = block.label.layers
     parts = []
@@ -153,14 +149,6 @@ def _cover(entries: Sequence[Entry], layers: LayerRange) -> list[Entry] | None:
         chosen.append(best)
         start = best.layers.stop
     return chosen
-
-
-def _has_all(payload: Payload, label: BlockLabel) -> bool:
-    return len(payload.data) == encoded_bytes(KVCodec(payload.codec), _shape(label))
-
-
-def _shape(label: BlockLabel) -> tuple[int, int, int, int, int]:
-    return len(label.layers), 2, label.num_kv_heads, label.num_tokens, label.head_dim
 
 
 def _slice(data: memoryview, layers: LayerRange, part: LayerRange) -> memoryview:

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 
 from shoal.kv import BlockHash, BlockKey
 from shoal.types import KVPolicy, KVTierStatus
-from worker.kv.block import ChainBlock, Mismatch, Payload, StageBlock, pack, unpack
-from worker.kv.codec import Block, KVCodec, decode, decode_into, encode, encoded_bytes, fitting_codec
+from worker.kv.block import ChainBlock, Mismatch, Payload, StageBlock
+from worker.kv.codec import Block, KVCodec, decode, decode_into, fitting_codec
+from worker.kv.packed import pack_block, unpack_block
 from worker.kv.policy import COLD_AFTER_S, Standing, Strain, host_codec
 from worker.kv.tiers import HostTier
 from worker.kv.trace import BlockEvent, BlockTrace
@@ -24,7 +25,6 @@ HOST = "host"
 MAX_PIN_WISHES = 1024
 # Of the budget, what pinned blocks may take: the rest is for what is asked for now.
 PIN_SHARE = 0.5
-_CODECS = frozenset(codec.value for codec in KVCodec)
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +64,7 @@ class HostBlocks:
     - what is known of blocks and what the tier holds are the same keys, with the same number of bytes;
     - the former is in the order of use, the block not used for longest first;
     - only a block that is stored without loss counts as exact;
-    - at most PIN_SHARE of the budget was pinned by `keep`.
+    - `keep` pins no block that brings what is pinned above PIN_SHARE of the budget.
     """
 
     def __init__(
@@ -84,7 +84,6 @@ class HostBlocks:
         self._keys_of: dict[BlockHash, set[BlockKey]] = {}
         self._sum_used_at = 0.0
         self._pin_wishes: dict[BlockHash, float] = {}
-        self._pinned_until: dict[BlockKey, float] = {}
         self._num_inexact_misses = 0
         self._read_mb_s = 0.0
         self.mismatches: Counter[str] = Counter()
@@ -175,7 +174,7 @@ class HostBlocks:
         block = decode(payload.data, KVCodec(payload.codec), held.chain.block.shape)
         if fitting_codec(block, codec) is KVCodec.LOSSLESS:
             return False
-        packed = pack_block(held.chain.block, block, codec, is_exact=False)
+        packed = pack_block(held.chain.block.label, block, codec, is_exact=False)
         if not self._tier.recode(key, packed):
             return False
         held.codec, held.is_exact, held.num_bytes = codec, False, len(packed)
@@ -183,27 +182,28 @@ class HostBlocks:
         return True
 
     def keep(self, block_hashes: Iterable[BlockHash], ttl_s: float) -> None:
-        """Pin blocks, those of all stages, as many as may be; one that is not here yet, once it is."""
+        """Pin blocks, those of all stages, the first ones if not all may be; one that is not here yet, once it is."""
         now = self._clock()
         self._pin_wishes = {block_hash: until for block_hash, until in self._pin_wishes.items() if until > now}
-        for block_hash in block_hashes:
+        here: list[BlockKey] = []
+        for block_hash in dict.fromkeys(block_hashes):
             keys = self._keys_of.get(block_hash)
             if keys:
-                self._pin(keys, ttl_s)
+                here.extend(keys)
             elif len(self._pin_wishes) < MAX_PIN_WISHES:
                 self._pin_wishes[block_hash] = max(now + ttl_s, self._pin_wishes.get(block_hash, now))
+        self._pin(here, ttl_s)
 
     def _pin(self, keys: Iterable[BlockKey], ttl_s: float) -> None:
-        now = self._clock()
-        self._pinned_until = {key: until for key, until in self._pinned_until.items() if until > now}
-        num_bytes = sum(self._held[key].num_bytes for key in self._pinned_until)
+        left_bytes = self.budget_bytes * PIN_SHARE - self._tier.pinned_bytes()
+        may_be: list[BlockKey] = []
         for key in keys:
-            if key not in self._pinned_until:
-                num_bytes += self._held[key].num_bytes
-            if num_bytes > self.budget_bytes * PIN_SHARE:
-                return
-            self._pinned_until[key] = max(now + ttl_s, self._pinned_until.get(key, now))
-            self._tier.pin([key], ttl_s)
+            more_bytes = 0 if self._tier.is_pinned(key) else self._held[key].num_bytes
+            if more_bytes > max(0.0, left_bytes):
+                break
+            left_bytes -= more_bytes
+            may_be.append(key)
+        self._tier.pin(may_be, ttl_s)
 
     def forget(self, block_hashes: Iterable[BlockHash]) -> None:
         """Delete blocks, those of all stages, pinned ones too."""
@@ -243,7 +243,6 @@ class HostBlocks:
             assert held.codec is KVCodec.LOSSLESS or not held.is_exact
             assert key in self._keys_of[held.chain.block_hash]
         assert sum(map(len, self._keys_of.values())) == len(self._held)
-        assert self._pinned_until.keys() <= self._held.keys()
         used = [held.used_at for held in self._held.values()]
         assert used == sorted(used), "blocks are not in the order of use"
 
@@ -262,7 +261,6 @@ class HostBlocks:
         if held is None:
             return None
         self._sum_used_at -= held.used_at
-        self._pinned_until.pop(key, None)
         keys = self._keys_of[held.chain.block_hash]
         keys.remove(key)
         if not keys:
@@ -275,18 +273,11 @@ class HostBlocks:
 
 def checked(data: bytes, block: StageBlock, mismatches: Counter[str]) -> Payload | None:
     """The payload of a block; None, counted by its reason, if the bytes are not that block."""
-    payload = unpack(data, block.label, _CODECS)
-    if isinstance(payload, Payload) and len(payload.data) != encoded_bytes(KVCodec(payload.codec), block.shape):
-        payload = Mismatch.OTHER_SHAPE
-    if isinstance(payload, Payload):
-        return payload
-    mismatches[payload.value] += 1
-    return None
-
-
-def pack_block(block: StageBlock, values: Block, codec: KVCodec, *, is_exact: bool) -> bytes:
-    """Encode and pack; is_exact: of the values. Stored with a lossy codec they are not."""
-    return pack(block.label, codec.value, encode(values, codec), is_exact=is_exact and codec is KVCodec.LOSSLESS)
+    payload = unpack_block(data, block.label)
+    if isinstance(payload, Mismatch):
+        mismatches[payload.value] += 1
+        return None
+    return payload
 
 
 def mean_rate(before_mb_s: float, num_bytes: int, elapsed_s: float) -> float:

@@ -58,7 +58,6 @@ class StoreCounters:
     hits: int = 0
     misses: int = 0
     puts: int = 0
-    refused_fetches: int = 0
     mismatches: Counter[str] = field(default_factory=Counter)
 
 
@@ -252,7 +251,6 @@ class RedisStore:
     def _refuse(self, block: StageBlock) -> None:
         """Computing is sooner; see after that, with nobody waiting, whether that is still so."""
         self.is_slow = True
-        self.counters.refused_fetches += 1
         is_measuring = self._measuring is not None and not self._measuring.done()
         if not is_measuring and self._clock() >= self._measure_after:
             self._measuring = asyncio.create_task(self._measure(block))
@@ -302,7 +300,7 @@ class RedisStore:
         now = self._clock()
         if replies is None:
             if _is_late(now - began_at, timeout_s):
-                self.writing.observe_late(num_bytes, now - began_at, now)
+                self.writing.observe_late(num_bytes, now - began_at)
             return False
         refusals = [reply for reply in replies if isinstance(reply, RedisRefusal)]
         if any(refusal.kind is RefusalKind.FULL for refusal in refusals):
@@ -310,18 +308,18 @@ class RedisStore:
         if refusals:
             return False
         if num_bytes:
-            self.writing.observe(num_bytes, now - began_at, now)
+            self.writing.observe(num_bytes, now - began_at)
         return True
 
     async def _read(self, commands: Sequence[Command], timeout_s: float, num_bytes: int = 0) -> list[Any] | None:
         """Read, and learn from how long it took. num_bytes: expected, if that is more than a round trip."""
         began_at = self._clock()
         replies = await self._transfer(commands, 0, timeout_s)
-        now = self._clock()
+        took_s = self._clock() - began_at
         if replies is not None:
-            self.reading.observe(sum(map(_size, replies)), now - began_at, now)
-        elif _is_late(now - began_at, timeout_s):
-            self.reading.observe_late(num_bytes, now - began_at, now)
+            self.reading.observe(sum(map(_size, replies)), took_s)
+        elif _is_late(took_s, timeout_s):
+            self.reading.observe_late(num_bytes, took_s)
         return replies
 
     async def _transfer(self, commands: Sequence[Command], num_bytes: int, timeout_s: float) -> list[Any] | None:

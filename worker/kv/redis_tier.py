@@ -8,6 +8,7 @@ it; its compute thread writes and fetches.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -146,21 +147,23 @@ class RedisTier:
         await self._link.close()
 
     async def _flush(self) -> None:
-        if self._link.state is not LinkState.OK:
-            return
-        try:
-            async with asyncio.timeout(self._flush_s):
-                await self._writes.join()
-        except TimeoutError:
-            self._num_dropped += self._writes.qsize()
+        if self._link.state is LinkState.OK:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._flush_s):
+                    await self._writes.join()
+        self._num_dropped += self._writes.qsize()
 
     async def _write_behind(self) -> None:
         while True:
             block, packed = await self._writes.get()
-            if not await self._store.store(block, packed):
-                self._num_dropped += 1
-            self._num_done_bytes += len(packed)
-            self._writes.task_done()
+            is_stored = False
+            try:
+                is_stored = await self._store.store(block, packed)
+            finally:
+                # Also if we end amid it.
+                self._num_dropped += not is_stored
+                self._num_done_bytes += len(packed)
+                self._writes.task_done()
 
     def _begin(self, fetching: Coroutine[None, None, None]) -> None:
         task = self._loop.create_task(fetching)

@@ -255,6 +255,16 @@ class HostTier:
             self._pins = sorted({pin for pin in self._pins if self._is_pin(*pin)})
         return len(present)
 
+    def is_pinned(self, key: BlockKey) -> bool:
+        entry = self._entries.get(key)
+        return entry is not None and entry.pinned_until > self._clock()
+
+    def pinned_bytes(self) -> int:
+        """Bytes of the blocks that are pinned."""
+        self._end_pins()
+        pinned = {key for until, key in self._pins if self._is_pin(until, key)}
+        return sum(len(self._entries[key].data) for key in pinned)
+
     def check_invariants(self) -> None:
         held = [*self._entries.values(), *self._leaving.values()]
         assert self._used_bytes == sum(len(entry.data) for entry in held) <= self._budget_bytes

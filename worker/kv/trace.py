@@ -23,7 +23,7 @@ TRACE_SUFFIX = ".jsonl"
 
 
 class BlockEvent(StrEnum):
-    """What may happen to a block in a tier.
+    """What may happen to a block in a tier, or (STARTED) that it begins empty in a new process.
 
     ALLOCATED: computed and stored. HIT: a slot was filled with it. PROMOTED: fetched from the tier below. DEMOTED: stored
     more coarsely, or given to the tier below. EVICTED: lost for lack of room. DROPPED: not stored. FORGOTTEN: deleted.
@@ -36,6 +36,7 @@ class BlockEvent(StrEnum):
     EVICTED = "evicted"
     DROPPED = "dropped"
     FORGOTTEN = "forgotten"
+    STARTED = "started"
 
 
 class BlockTrace:
@@ -53,6 +54,10 @@ class BlockTrace:
             self._file = path.open("a", encoding="utf-8", buffering=1)
         except OSError as error:
             logger.warning("kv_trace_ended file=%s error=%s", path, error)
+
+    def begin(self, tier: str) -> None:
+        """Tell that a tier is empty: whatever is told of it before was of a process that has ended."""
+        self.record(BlockEvent.STARTED, BlockHash(b""), tier, 0, "")
 
     def record(self, event: BlockEvent, block_hash: BlockHash, tier: str, num_bytes: int, codec: str) -> None:
         """Add a line; does nothing without a file, or once it has failed."""

@@ -19,16 +19,14 @@ class TransferRate:
     Invariant: what is known of either is more than 0.
     """
 
-    __slots__ = ("bytes_per_s", "latency_s", "measured_at")
+    __slots__ = ("bytes_per_s", "latency_s")
 
     def __init__(self) -> None:
         self.latency_s: float | None = None
         self.bytes_per_s: float | None = None
-        self.measured_at = float("-inf")
 
-    def observe(self, num_bytes: int, seconds: float, now: float) -> None:
+    def observe(self, num_bytes: int, seconds: float) -> None:
         """A transfer of so many bytes, the request included, took so long."""
-        self.measured_at = now
         if num_bytes <= SMALL_BYTES:
             self.latency_s = _mixed(self.latency_s, max(LEAST_S, seconds))
         else:
@@ -36,9 +34,8 @@ class TransferRate:
             sending_s = max(seconds - (self.latency_s or 0.0), seconds / 2, LEAST_S)
             self.bytes_per_s = _mixed(self.bytes_per_s, num_bytes / sending_s)
 
-    def observe_late(self, num_bytes: int, seconds: float, now: float) -> None:
+    def observe_late(self, num_bytes: int, seconds: float) -> None:
         """A transfer was given up after so long: it would have taken more, so what is expected is twice that."""
-        self.measured_at = now
         if num_bytes > SMALL_BYTES:
             self.bytes_per_s = min(self.bytes_per_s or float("inf"), num_bytes / max(LEAST_S, 2 * seconds))
 
