@@ -1,6 +1,6 @@
 """Tables whose rows go by device, with columns as far as the terminal has room, and figures short enough for them.
 
-Knows nothing of what the rows are. Called by the commands that show KV.
+Knows nothing of what the rows are. Called by the commands that show KV and sessions.
 """
 
 from __future__ import annotations

@@ -66,12 +66,15 @@ class TierLives:
 
     def add(self, line: TraceLine) -> None:
         self.events[line.event] += 1
+        if line.event is BlockEvent.STARTED:
+            for held in self.blocks.values():
+                held.since = None
+            return
         block = self.blocks.setdefault(line.block, BlockLife())
         if line.event is not BlockEvent.DROPPED:
             block.num_bytes, block.codec = line.num_bytes, line.codec
         match line.event:
             case BlockEvent.ALLOCATED | BlockEvent.PROMOTED:
-                # One that is there already was lost with a process that has ended.
                 block.since = line.time
             case BlockEvent.HIT:
                 block.num_hits += 1

@@ -32,6 +32,8 @@ DEFAULT_DEVICES = "phone,phone,tablet"
 WATCH_S = 0.2
 DEFAULT_REDIS = "auto"
 DEFAULT_REDIS_MIB = 512
+# A TiB: what is more is a slip of the pen.
+MAX_REDIS_MIB = 2**20
 # Of redis_url, and as others name it.
 REDIS_URL_ENVS = ("SHOAL_REDIS_URL", "REDIS_URL")
 REDIS_AWAY_STATES = ("open", "off")
@@ -49,7 +51,7 @@ RedisChoice = Annotated[
         "server of its own; none; or an URL.",
     ),
 ]
-RedisMib = Annotated[int, typer.Option(help="Memory in MiB of a Redis server of its own.", min=16)]
+RedisMib = Annotated[int, typer.Option(help="Memory in MiB of a Redis server of its own.", min=16, max=MAX_REDIS_MIB)]
 KVTrace = Annotated[
     Path | None, typer.Option(help="Folder where each device tells the life of its KV blocks, for `shoal kv --trace`.")
 ]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cli.ask import DEFAULT_SERVER, Server, Tenant
+from cli.columns import short_time
 from cli.terminal import say, write_json
 
 if TYPE_CHECKING:
@@ -69,15 +70,7 @@ def session_table(sessions: tuple[SessionStatus, ...]) -> Table:
             str(one.num_turns),
             str(one.num_tokens),
             str(one.kept_tokens),
-            f"{duration(one.idle_s)} ago",
-            duration(one.expires_in_s),
+            f"{short_time(one.idle_s)} ago",
+            short_time(one.expires_in_s),
         )
     return table
-
-
-def duration(seconds: float) -> str:
-    """Such as 45 s, 12 min, 5 h or 7 days."""
-    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"

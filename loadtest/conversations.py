@@ -19,7 +19,7 @@ import numpy as np
 from loadtest.amounts import Amount, Shape
 from loadtest.arrivals import make_arrivals
 from loadtest.seeds import Purpose, generator
-from loadtest.traces import Trace, TraceEntry
+from loadtest.traces import Draft, Trace, TraceEntry, with_hash_ids
 from shoal.types import QosClass
 
 CONTEXT_TOKENS = 2048
@@ -64,7 +64,7 @@ _TALK = _Kind(
 )
 _KINDS = (
     replace(_TALK, share=0.45),
-    replace(_TALK, tenant="home", qos=QosClass.LATENCY, share=0.2, num_prefixes=6, goes_on=0.6, comes_back=0.4),
+    replace(_TALK, tenant="home", qos=QosClass.LATENCY, share=0.2, num_prefixes=6, comes_back=0.4),
     # Programs: a long template, a short question, no memory of the call before.
     _Kind(
         tenant="tools",
@@ -87,14 +87,6 @@ _RETURN_S = _lognormal(900, 14_400, 3600.0, 0.7)
 _TOKEN_S = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class _Draft:
-    """An entry without hash ids, and what tells each of its blocks from others."""
-
-    entry: TraceEntry
-    blocks: tuple[tuple[object, ...], ...]
-
-
 def make_conversations(
     seed: int, *, num_starts: int = 400, duration_s: float = 21_600.0, block_tokens: int = 64
 ) -> Trace:
@@ -112,22 +104,16 @@ def make_conversations(
         for number, (at_s, kind) in enumerate(zip(starts_s, kinds.tolist(), strict=True))
         for draft in _draft(rng, number, at_s, _KINDS[kind], prefix_tokens[kind], block_tokens)
     ]
-    drafts.sort(key=lambda draft: draft.entry.timestamp_ms)
-    block_to_hash_id: dict[tuple[object, ...], int] = {}
-    entries = []
-    for draft in drafts:
-        hash_ids = tuple(block_to_hash_id.setdefault(block, len(block_to_hash_id)) for block in draft.blocks)
-        entries.append(replace(draft.entry, hash_ids=hash_ids))
     origin = (
         f"loadtest.conversations.make_conversations({seed}, num_starts={num_starts}, duration_s={duration_s}, "
         f"block_tokens={block_tokens})"
     )
-    return Trace(tuple(entries), block_tokens, origin)
+    return Trace(with_hash_ids(drafts), block_tokens, origin)
 
 
 def _draft(
     rng: np.random.Generator, number: int, at_s: float, kind: _Kind, prefix_tokens: list[int], block_tokens: int
-) -> Iterator[_Draft]:
+) -> Iterator[Draft]:
     prefix = _zipf(rng, kind.num_prefixes)
     said, turn = prefix_tokens[prefix], 0
     # The block that a template ends in differs by what follows.
@@ -141,7 +127,7 @@ def _draft(
         if kind.is_conversation:
             entry = replace(entry, conversation=f"c{number}", turn=turn)
             said, kept = length + answer, blocks[: length // block_tokens]
-        yield _Draft(entry, blocks)
+        yield Draft(entry, blocks)
         at_s += answer * _TOKEN_S + kind.pause_s.draw(rng)
         if rng.random() >= kind.goes_on:
             if rng.random() >= kind.comes_back:

@@ -206,26 +206,31 @@ def make_trace(
         for index, start_s in enumerate(starts_s)
         for draft in _draft_conversation(rng, index, start_s, max_turns, block_tokens, max_input_tokens)
     ]
-    drafts.sort(key=lambda draft: draft.entry.timestamp_ms)
-    block_to_hash_id: dict[tuple[object, ...], int] = {}
-    entries = []
-    for draft in drafts:
-        # As in Mooncake's: the next number for a block not seen before.
-        hash_ids = tuple(block_to_hash_id.setdefault(block, len(block_to_hash_id)) for block in draft.blocks)
-        entries.append(replace(draft.entry, hash_ids=hash_ids))
     origin = (
         f"loadtest.traces.make_trace({seed}, num_conversations={num_conversations}, rate_per_s={rate_per_s}, "
         f"max_turns={max_turns}, block_tokens={block_tokens}, max_input_tokens={max_input_tokens})"
     )
-    return Trace(tuple(entries), block_tokens, origin)
+    return Trace(with_hash_ids(drafts), block_tokens, origin)
 
 
 @dataclass(frozen=True, slots=True)
-class _Draft:
+class Draft:
     """An entry without hash ids, and what tells each of its blocks from others."""
 
     entry: TraceEntry
     blocks: tuple[tuple[object, ...], ...]
+
+
+def with_hash_ids(drafts: Iterable[Draft]) -> tuple[TraceEntry, ...]:
+    """The entries by time; as in Mooncake's, a block not seen before gets the next number."""
+    block_to_hash_id: dict[tuple[object, ...], int] = {}
+    return tuple(
+        replace(
+            draft.entry,
+            hash_ids=tuple(block_to_hash_id.setdefault(block, len(block_to_hash_id)) for block in draft.blocks),
+        )
+        for draft in sorted(drafts, key=lambda draft: draft.entry.timestamp_ms)
+    )
 
 
 # What a synthetic conversation is like: its class, tenant, and the shares of each kind.
@@ -244,7 +249,7 @@ _MEAN_THINK_S, _MIN_THINK_S = 4.0, 2.0
 
 def _draft_conversation(
     rng: np.random.Generator, index: int, start_s: float, max_turns: int, block_tokens: int, max_input_tokens: int
-) -> Iterator[_Draft]:
+) -> Iterator[Draft]:
     qos, tenant, _ = _KINDS[int(rng.choice(len(_KINDS), p=[share for *_, share in _KINDS]))]
     system = int(rng.integers(len(_SYSTEM_BLOCKS)))
     blocks: list[tuple[object, ...]] = [("system", system, place) for place in range(_SYSTEM_BLOCKS[system])]
@@ -256,7 +261,7 @@ def _draft_conversation(
         blocks[num_kept:] = [(index, turn, place) for place in range(num_kept, -(-length // block_tokens))]
         answer = _ANSWER.draw(rng)
         entry = TraceEntry(float(round(at_s * 1000)), length, answer, (), qos, tenant, f"c{index}", turn)
-        yield _Draft(entry, tuple(blocks))
+        yield Draft(entry, tuple(blocks))
         # Full blocks stay; the last one, if partial, grows and is another.
         said, num_kept = length + answer, length // block_tokens
         at_s += _MIN_THINK_S + float(rng.exponential(_MEAN_THINK_S - _MIN_THINK_S))

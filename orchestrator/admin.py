@@ -6,7 +6,7 @@ encodes what comes back. Errors are translated by `rpc`, nowhere else.
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 from typing import Any
 
 from orchestrator.block_names import BlockNames
@@ -15,7 +15,7 @@ from orchestrator.conversation import Session, SessionKey
 from orchestrator.conversations import Conversations
 from orchestrator.engine import Engine
 from orchestrator.requests import RequestDecoder, session_id_of, tenant_of, warm_ttl_s
-from orchestrator.server import LONG_REQUEST_BYTES
+from orchestrator.server import decoded
 from orchestrator.warming import KVPrompt, Warmer
 from shoal import rpc
 from shoal.kv import BLOCK_TOKENS
@@ -56,9 +56,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.WarmRequest, context: Any
     ) -> admin_pb2.WarmResponse:
         tenant, ttl_s = tenant_of(request.tenant), warm_ttl_s(request.ttl_s)
-        decode = self._decoder.warm_token_ids
-        is_long = request.ByteSize() > LONG_REQUEST_BYTES
-        token_ids = await asyncio.to_thread(decode, request) if is_long else decode(request)
+        token_ids = await decoded(partial(self._decoder.warm_token_ids, request), request)
         kept = token_ids[: len(token_ids) // BLOCK_TOKENS * BLOCK_TOKENS]
         if not kept:
             return admin_pb2.WarmResponse(prompt_tokens=len(token_ids))

@@ -17,8 +17,8 @@ from orchestrator.core.placement import Placement
 from orchestrator.engine import Engine
 from orchestrator.flow import FlowHub
 from orchestrator.pipeline import Pipeline, StageMember
-from orchestrator.session import WorkerSession
 from orchestrator.shards import load_command
+from orchestrator.worker_session import WorkerSession
 from shoal.config import OrchestratorConfig
 from shoal.errors import ShoalError
 from shoal.types import DeviceProfile, PipelineId, WorkerId

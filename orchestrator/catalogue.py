@@ -19,6 +19,8 @@ LOOKUP_TIMEOUT_S = 0.020
 DELETE_TIMEOUT_S = 1.0
 # Blocks whose keys go into one command.
 _DELETE_BATCH = 64
+# Of a layer's number; longer ones take time to read, or are refused by Python.
+MAX_DIGITS = 9
 
 
 class Catalogue:
@@ -27,6 +29,11 @@ class Catalogue:
     def __init__(self, link: AsyncRedisLink | None, num_layers: int) -> None:
         self._link = link
         self._num_layers = num_layers
+
+    @property
+    def has_redis(self) -> bool:
+        """Whether there is one, be it away just now."""
+        return self._link is not None
 
     async def stored_prefix(self, blocks: Sequence[BlockHash]) -> int:
         """Return how many leading blocks have all their layers in Redis; 0 on any trouble."""
@@ -77,6 +84,7 @@ def _layer_ranges(fields: Iterable[bytes]) -> list[LayerRange]:
     ranges = []
     for field in fields:
         start, _, stop = field.partition(b"-")
-        if start.isdigit() and stop.isdigit() and int(start) < int(stop):
+        is_range = all(number.isdigit() and len(number) <= MAX_DIGITS for number in (start, stop))
+        if is_range and int(start) < int(stop):
             ranges.append(LayerRange(int(start), int(stop)))
     return ranges

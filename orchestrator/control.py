@@ -22,8 +22,8 @@ from orchestrator.engine import Engine
 from orchestrator.flow import FlowHub
 from orchestrator.monitors import Monitors
 from orchestrator.planner import Planner
-from orchestrator.session import WorkerSession
 from orchestrator.status import device_status, pipeline_statuses
+from orchestrator.worker_session import WorkerSession
 from shoal import messages
 from shoal.config import OrchestratorConfig
 from shoal.errors import ConfigError, NotReady, PlacementImpossible, ShardDoesNotFit, ShoalError, WorkerLost

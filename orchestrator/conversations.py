@@ -117,24 +117,25 @@ class Conversations:
         self._store.keep(session)
         self.leave(turn)
         # A session that left out a part of itself is named anew from there on.
-        left = replace(turn.session, blocks=tuple(one for one in turn.session.blocks if one not in session.blocks))
-        task = asyncio.create_task(self._save(session, left, sequence.kv_reuse))
+        kept = set(session.blocks)
+        left_out = [block for block in turn.session.blocks if block not in kept]
+        task = asyncio.create_task(self._save(session, left_out, sequence.kv_reuse))
         self._saving.add(task)
         task.add_done_callback(self._saving.discard)
         return task
 
-    async def _save(self, session: Session, left: Session, kv_reuse: KVReuse) -> None:
+    async def _save(self, session: Session, left_out: Sequence[BlockHash], kv_reuse: KVReuse) -> None:
         await self._store.write(session.key)
-        if left.blocks and session.blocks:
+        if left_out:
             with contextlib.suppress(SessionUnavailable):  # they go with their TTL
-                await self._erase_blocks(left)
+                await self._erase_blocks(session.key, left_out)
         if kv_reuse is not KVReuse.NONE:
             self._settle(session, kv_reuse)
 
     def _settle(self, session: Session, kv_reuse: KVReuse) -> None:
         num_tokens = len(session.token_ids) // BLOCK_TOKENS * BLOCK_TOKENS
         has_more = num_tokens > len(session.blocks) * BLOCK_TOKENS
-        if not (has_more and self._store.is_newest(session) and self._warmer.is_of_use):
+        if not (has_more and self._store.is_newest(session) and self._engine.keeps_blocks):
             return
         token_ids = session.token_ids[:num_tokens]
         blocks = self._names.names(session.key.tenant, token_ids)
@@ -168,23 +169,23 @@ class Conversations:
 
     async def _erase(self, session: Session) -> Deletion:
         """Blocks first: a session that is gone does not know them any more, and deleting can be tried again."""
-        num_deleted = await self._erase_blocks(session)
+        num_deleted = await self._erase_blocks(session.key, session.blocks)
         await self._store.delete(session.key)
         logger.info(
             "session_deleted session=%r tenant=%r blocks=%d", session.key.session_id, session.key.tenant, num_deleted
         )
         return Deletion(num_deleted, len(session.blocks) - num_deleted)
 
-    async def _erase_blocks(self, session: Session) -> int:
-        """Delete the blocks of a session that nobody else has; returns how many. Raises SessionUnavailable."""
-        others = await self._store.sessions(session.key.tenant)
-        shared = {block for other in others if other.key != session.key for block in other.blocks}
-        own = [block for block in session.blocks if not self._is_shared(block, shared)]
+    async def _erase_blocks(self, key: SessionKey, blocks: Sequence[BlockHash]) -> int:
+        """Delete those blocks of a session that nobody else has; returns how many. Raises SessionUnavailable."""
+        others = await self._store.sessions(key.tenant)
+        shared = {block for other in others if other.key != key for block in other.blocks}
+        own = [block for block in blocks if not self._is_shared(block, shared)]
         self._engine.forget_blocks(own)
-        self._likely.forget(session.key.tenant, own)
+        self._likely.forget(key.tenant, own)
         if not await self._catalogue.delete(own):
             raise SessionUnavailable(
-                f"the blocks of session {session.key.session_id!r} cannot be deleted: Redis does not answer now",
+                f"the blocks of session {key.session_id!r} cannot be deleted: Redis does not answer now",
                 retry_after_s=TEND_S,
             )
         return len(own)

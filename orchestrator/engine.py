@@ -196,6 +196,11 @@ class Engine:
 
     # What is kept of prompts
 
+    @property
+    def keeps_blocks(self) -> bool:
+        """Whether any pipeline keeps KV of prompts."""
+        return any(lane.pipeline.limits.keeps_blocks for lane in self._lanes.values())
+
     def known_blocks(self, block_hashes: Seq[BlockHash]) -> int:
         """How many leading blocks of a prompt the pipeline that has most of them is believed to hold."""
         return max((lane.scheduler.restores.index.match(block_hashes) for lane in self._lanes.values()), default=0)

@@ -15,7 +15,7 @@ from modelstore.manifest import Manifest
 from modelstore.store import ModelStore
 from orchestrator.control import Control
 from orchestrator.flow import FlowHub
-from orchestrator.session import WorkerSession
+from orchestrator.worker_session import WorkerSession
 from shoal import rpc
 from shoal.errors import CorruptBlob, InvalidRequest, ProtocolMismatch
 from shoal.types import PROTOCOL_VERSION

@@ -227,7 +227,7 @@ def warm_ttl_s(ttl_s: float) -> float:
     if 0 <= ttl_s <= MAX_WARM_TTL_S:
         return ttl_s
     raise InvalidRequest(
-        "ttl_s", f"{ttl_s} is out of range; it must be from 0 (not pinned) to {MAX_WARM_TTL_S:g} seconds"
+        "ttl_s", f"{ttl_s} is out of range; it must be from 0 (not pinned) to {MAX_WARM_TTL_S:.10g} seconds"
     )
 
 
@@ -257,7 +257,7 @@ def _targets(request: inference_pb2.GenerateRequest, targets: QosTargets) -> Qos
 
 def _target_s(field: str, value_ms: float) -> float:
     if not 0 < value_ms <= MAX_TARGET_MS:
-        allowed = f"a number of milliseconds above 0 and at most {MAX_TARGET_MS:g}"
+        allowed = f"a number of milliseconds above 0 and at most {MAX_TARGET_MS:.10g}"
         raise InvalidRequest(field, f"{value_ms} is out of range; it must be {allowed}")
     return value_ms / 1e3
 

@@ -12,10 +12,13 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
 
 from modelstore.manifest import Manifest
 from orchestrator.catalogue import Catalogue
@@ -41,6 +44,8 @@ logger = logging.getLogger(__name__)
 LONG_REQUEST_BYTES = 16 << 10
 # What a token of a session's history counts as, of text: it has to be named, not to be encoded.
 HISTORY_TOKEN_BYTES = 1
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -108,11 +113,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         tenant, history = tenant_of(request.tenant), tuple[int, ...]()
         if request.session_id:
             history = await self._conversations.history(SessionKey(tenant, session_id_of(request.session_id)))
-        is_long = request.ByteSize() + len(history) * HISTORY_TOKEN_BYTES > LONG_REQUEST_BYTES
-        decode = self._decoder.typed
-        typed = (
-            await asyncio.to_thread(decode, request, tenant, history) if is_long else decode(request, tenant, history)
-        )
+        typed = await decoded(partial(self._decoder.typed, request, tenant, history), request, len(history))
         asked = await self._typed_ahead.prefetch(typed)
         return inference_pb2.AnticipateResponse(num_prefixes=asked.num_prefixes, num_blocks=asked.num_blocks)
 
@@ -164,8 +165,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         with ExitStack() as undo:
             if turn is not None:
                 undo.callback(self._conversations.leave, turn)
-            decoded = await self._decode(request, accepted_at, time_left_s, turn)
-            request_id, sequence = decoded.request_id or uuid.uuid4().hex, decoded.sequence
+            asked = await self._decode(request, accepted_at, time_left_s, turn)
+            request_id, sequence = asked.request_id or uuid.uuid4().hex, asked.sequence
             await self._control.wait_serving()
             await self._look_up(sequence)
             answer = self._submit(sequence, request_id, turn)
@@ -175,8 +176,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             request_id, len(sequence.prompt_token_ids), sequence.qos.value, sequence.tenant,
             answer.pipeline.pipeline_id,
         )  # fmt: skip
-        text = TextStream(self._tokenizer, decoded.stops)
-        return _Served(request_id, answer, text, accepted_at, turn=turn, num_dropped=decoded.num_dropped)
+        text = TextStream(self._tokenizer, asked.stops)
+        return _Served(request_id, answer, text, accepted_at, turn=turn, num_dropped=asked.num_dropped)
 
     async def _begin_turn(self, request: inference_pb2.GenerateRequest) -> Turn | None:
         if not request.session_id:
@@ -193,26 +194,23 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def _decode(
         self, request: inference_pb2.GenerateRequest, now: float, time_left_s: float | None, turn: Turn | None
     ) -> DecodedRequest:
-        def decode() -> DecodedRequest:
-            return self._decoder.decode(
-                request,
-                sequence_id=sequence_id,
-                seed=secrets.randbits(53),
-                now=now,
-                time_left_s=time_left_s,
-                history=history,
-                room_tokens=self._engine.sequence_tokens,
-            )
-
-        sequence_id = self._engine.new_sequence_id()
         history = () if turn is None else turn.session.token_ids
-        is_long = request.ByteSize() + len(history) * HISTORY_TOKEN_BYTES > LONG_REQUEST_BYTES
-        return await asyncio.to_thread(decode) if is_long else decode()
+        decode = partial(
+            self._decoder.decode,
+            request,
+            sequence_id=self._engine.new_sequence_id(),
+            seed=secrets.randbits(53),
+            now=now,
+            time_left_s=time_left_s,
+            history=history,
+            room_tokens=self._engine.sequence_tokens,
+        )
+        return await decoded(decode, request, len(history))
 
     async def _look_up(self, sequence: Sequence) -> None:
         """Find how much of a prompt Redis has, where that may be more than workers have in memory."""
         blocks = sequence.restorable_blocks
-        if self._warmer.is_of_use and self._engine.known_blocks(blocks) < len(blocks):
+        if self._engine.keeps_blocks and self._engine.known_blocks(blocks) < len(blocks):
             sequence.num_stored_blocks = await self._catalogue.stored_prefix(blocks)
 
     def _submit(self, sequence: Sequence, request_id: str, turn: Turn | None) -> Answer:
@@ -256,6 +254,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if event.logprobs is not None:
             delta.logprobs.append(event.logprobs)
         return delta, finish
+
+
+async def decoded(decode: Callable[[], T], request: Message, num_history: int = 0) -> T:
+    """Decode a request, which may go on from so many tokens of a session; a long one in another thread."""
+    is_long = request.ByteSize() + num_history * HISTORY_TOKEN_BYTES > LONG_REQUEST_BYTES
+    return await asyncio.to_thread(decode) if is_long else decode()
 
 
 def _finished(served: _Served, finish: FinishReason) -> inference_pb2.Finished:

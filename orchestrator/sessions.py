@@ -213,7 +213,7 @@ class SessionStore:
                 raise _unavailable(f"session {key.session_id!r} cannot be looked up")
             return held
         stored = found[0]
-        if held is not None and _used_at(key, held) > _used_at(key, stored):
+        if held is not None and held != stored and _used_at(key, held) > _used_at(key, stored):
             # A Redis that crashed has lost the end of it; it is written again with what this turn makes of it.
             self._unsaved.add(key)
             return held

@@ -11,7 +11,7 @@ from orchestrator.core.fleet import Fleet, Member
 from orchestrator.core.thermal import ThermalMonitor
 from orchestrator.engine import Engine
 from orchestrator.lane import Lane
-from orchestrator.session import WorkerSession
+from orchestrator.worker_session import WorkerSession
 from shoal import messages
 from shoal.v1 import admin_pb2
 

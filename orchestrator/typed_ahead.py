@@ -40,7 +40,8 @@ class TypedAhead:
 
     @property
     def _is_of_use(self) -> bool:
-        return any(pipeline.limits.keeps_blocks for pipeline in self._engine.pipelines.values())
+        """Stages fetch from Redis alone, so without one there is nothing to guess for."""
+        return self._catalogue.has_redis and self._engine.keeps_blocks
 
     def learn(self, sequence: AnswerSequence) -> None:
         """Remember the prompt of a request that was answered, if its KV may be kept; a long one some moments later."""

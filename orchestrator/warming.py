@@ -59,11 +59,6 @@ class Warmer:
         self._pinned_until: dict[BlockHash, float] = {}
         self.counters = SettlingCounters()
 
-    @property
-    def is_of_use(self) -> bool:
-        """Whether any pipeline keeps what was computed."""
-        return any(pipeline.limits.keeps_blocks for pipeline in self._engine.pipelines.values())
-
     async def compute(self, prompt: KVPrompt, request_id: str = "") -> Sequence:
         """Have a prompt computed, or restored as far as it is kept. Raises what the engine refuses or ends it with."""
         sequence = Sequence(

@@ -286,4 +286,4 @@ def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
 def _range(at_least: float | None, above: float | None, at_most: float) -> str:
     if not math.isfinite(at_most):
         return f"{at_least} or more" if above is None else f"more than {above}"
-    return f"from {at_least} to {at_most}" if above is None else f"more than {above} and at most {at_most:g}"
+    return f"from {at_least} to {at_most}" if above is None else f"more than {above} and at most {at_most:.10g}"

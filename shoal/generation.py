@@ -14,7 +14,14 @@ from typing import Any, Literal, TypedDict, TypeVar
 
 from shoal.errors import InvalidRequest, ProtocolMismatch
 from shoal.kept import CacheUse, cache_use_from_proto
-from shoal.messages import finish_from_proto, kv_reuse_to_proto, layers_from_proto, overflow_to_proto, qos_to_proto
+from shoal.messages import (
+    SAMPLING_FIELDS,
+    finish_from_proto,
+    kv_reuse_to_proto,
+    layers_from_proto,
+    overflow_to_proto,
+    qos_to_proto,
+)
 from shoal.types import ContextOverflow, FinishReason, KVReuse, LayerRange, QosClass
 from shoal.v1 import admin_pb2, inference_pb2, types_pb2
 
@@ -286,21 +293,10 @@ def _set_input(
 
 
 _INTEGERS = ("top_k", "seed", "num_logprobs", "max_tokens")
-_NUMBERS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "num_logprobs",
-)
 
 
 def _set_sampling(message: types_pb2.SamplingParams, options: GenerateOptions) -> None:
-    for name in _NUMBERS:
+    for name in SAMPLING_FIELDS:
         _set_number(message, name, options.get(name), "sampling.")
     for token_id, bias in options.get("logit_bias", {}).items():
         try:

@@ -6,12 +6,10 @@ transport: `rpc` has the calls and the errors.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Any, Final, TypeVar
 
-from shoal.errors import (
-    InvalidRequest,
-    ProtocolMismatch,
-)
+from shoal.errors import InvalidRequest, ProtocolMismatch
 from shoal.types import (
     ContextOverflow,
     DeviceLimits,
@@ -29,7 +27,10 @@ from shoal.types import (
 )
 from shoal.v1 import fleet_pb2, inference_pb2, types_pb2
 
-_SAMPLING_FIELDS: Final = (
+K = TypeVar("K")
+E = TypeVar("E")
+
+SAMPLING_FIELDS: Final = (
     "temperature",
     "top_k",
     "top_p",
@@ -44,13 +45,13 @@ _SAMPLING_FIELDS: Final = (
 
 def sampling_from_proto(message: types_pb2.SamplingParams, *, seed: int) -> SamplingParams:
     """Fill absent fields with their defaults, and an absent seed with the given one."""
-    present: dict[str, Any] = {name: getattr(message, name) for name in _SAMPLING_FIELDS if message.HasField(name)}
+    present: dict[str, Any] = {name: getattr(message, name) for name in SAMPLING_FIELDS if message.HasField(name)}
     return SamplingParams(**{"seed": seed, **present}, logit_bias=dict(message.logit_bias))
 
 
 def sampling_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
     """Set every field, so that no side fills in defaults of its own (num_logprobs: absent if None)."""
-    fields: dict[str, Any] = {name: getattr(params, name) for name in _SAMPLING_FIELDS}
+    fields: dict[str, Any] = {name: getattr(params, name) for name in SAMPLING_FIELDS}
     return types_pb2.SamplingParams(**fields, logit_bias=params.logit_bias)
 
 
@@ -224,9 +225,7 @@ def qos_from_proto(value: types_pb2.QosClass, default: QosClass) -> QosClass:
     """Unspecified is the default; raises InvalidRequest for a class of a later version."""
     if value == types_pb2.QOS_CLASS_UNSPECIFIED:
         return default
-    if value not in _QOS_FROM_PROTO:
-        raise InvalidRequest("qos_class", f"{value} is not a QoS class this server knows")
-    return _QOS_FROM_PROTO[value]
+    return _known(_QOS_FROM_PROTO, value, "qos_class", "a QoS class this server knows")
 
 
 def kv_reuse_to_proto(reuse: KVReuse) -> inference_pb2.KVReuse:
@@ -235,9 +234,7 @@ def kv_reuse_to_proto(reuse: KVReuse) -> inference_pb2.KVReuse:
 
 def kv_reuse_from_proto(value: inference_pb2.KVReuse) -> KVReuse:
     """Raises InvalidRequest for a way of a later version."""
-    if value not in _REUSE_FROM_PROTO:
-        raise InvalidRequest("kv_reuse", f"{value} is not a way to use stored KV that this server knows")
-    return _REUSE_FROM_PROTO[value]
+    return _known(_REUSE_FROM_PROTO, value, "kv_reuse", "a way to use stored KV that this server knows")
 
 
 def overflow_to_proto(overflow: ContextOverflow) -> inference_pb2.ContextOverflow:
@@ -246,9 +243,7 @@ def overflow_to_proto(overflow: ContextOverflow) -> inference_pb2.ContextOverflo
 
 def overflow_from_proto(value: inference_pb2.ContextOverflow) -> ContextOverflow:
     """Raises InvalidRequest for a way of a later version."""
-    if value not in _OVERFLOW_FROM_PROTO:
-        raise InvalidRequest("context_overflow", f"{value} is not a way to go on that this server knows")
-    return _OVERFLOW_FROM_PROTO[value]
+    return _known(_OVERFLOW_FROM_PROTO, value, "context_overflow", "a way to go on that this server knows")
 
 
 def finish_to_proto(reason: FinishReason) -> types_pb2.FinishReason:
@@ -259,3 +254,10 @@ def finish_from_proto(value: types_pb2.FinishReason) -> FinishReason:
     if value not in _FINISH_FROM_PROTO:
         raise ProtocolMismatch(f"finish reason {value} is unknown here: client and server are of different versions")
     return _FINISH_FROM_PROTO[value]
+
+
+def _known(values: Mapping[K, E], value: K, field: str, what: str) -> E:
+    """Raises InvalidRequest for a value of a later version."""
+    if value not in values:
+        raise InvalidRequest(field, f"{value} is not {what}")
+    return values[value]

@@ -77,7 +77,7 @@ class RedisAddress:
             self._arguments: dict[str, Any] = dict(parse_url(url))
         except ValueError as error:
             raise _bad_url(self._text) from error
-        if url.startswith("unix:") and not self._arguments.get("path"):
+        if not self._arguments.get("path" if url.startswith("unix:") else "host"):
             raise _bad_url(self._text)
 
     def __str__(self) -> str:

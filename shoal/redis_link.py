@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
@@ -37,18 +36,15 @@ CONNECT_TIMEOUT_S = 2.0
 HEARTBEAT_S = 1.0
 HEARTBEAT_TIMEOUT_S = 0.5
 
-_WRITES = frozenset({"SET", "HSET", "SADD", "ZADD"})
+_WRITES = frozenset({"SET", "HSET", "SADD"})
 
 
 @dataclass(slots=True)
 class LinkCounters:
-    """Since the link was made. skipped: calls not sent for lack of a connection. losses: how often it went away."""
+    """Since the link was made: calls that were sent, and those of them that were not answered in time."""
 
     calls: int = 0
     timeouts: int = 0
-    skipped: int = 0
-    losses: int = 0
-    refused: Counter[RefusalKind] = field(default_factory=Counter)
 
 
 def block_value_key(key: BlockKey) -> bytes:
@@ -132,7 +128,6 @@ class AsyncRedisLink:
             await self.connect(timeout_s)
         connection = self._connection
         if connection is None:
-            self.counters.skipped += 1
             return None
         self.counters.calls += 1
         try:
@@ -180,24 +175,6 @@ class AsyncRedisLink:
         members = await self._one("SMEMBERS", key, timeout_s=timeout_s)
         return None if members is None else frozenset(members)
 
-    async def scard(self, key: bytes, *, timeout_s: float = CALL_TIMEOUT_S) -> int | None:
-        count: int | None = await self._one("SCARD", key, timeout_s=timeout_s)
-        return count
-
-    async def zadd(self, key: bytes, member: bytes, score: float, *, timeout_s: float = CALL_TIMEOUT_S) -> int | None:
-        count: int | None = await self._one("ZADD", key, score, member, timeout_s=timeout_s)
-        return count
-
-    async def zrem(self, key: bytes, *members: bytes, timeout_s: float = CALL_TIMEOUT_S) -> int | None:
-        return await self._one("ZREM", key, *members, timeout_s=timeout_s) if members else 0
-
-    async def zrange(
-        self, key: bytes, start: int, stop: int, *, timeout_s: float = CALL_TIMEOUT_S
-    ) -> list[bytes] | None:
-        """Members by rank, the lowest score first; stop is included, and -1 is the last."""
-        members: list[bytes] | None = await self._one("ZRANGE", key, start, stop, timeout_s=timeout_s)
-        return members
-
     def check_invariants(self) -> None:
         self._breaker.check_invariants()
         assert (self._connection is not None) == (self.state is LinkState.OK)
@@ -209,8 +186,6 @@ class AsyncRedisLink:
     def _judged(self, connection: RedisConnection, commands: Sequence[Command], replies: list[Any]) -> list[Any] | None:
         """Learn from what Redis answered; None if it is not able to answer at all."""
         kinds = {reply.kind for reply in replies if isinstance(reply, RedisRefusal)}
-        for kind in kinds:
-            self.counters.refused[kind] += 1
         if RefusalKind.CREDENTIALS in kinds or RefusalKind.LOADING in kinds:
             # The watcher closes it, and connecting anew tells which of them it is.
             self._lose(connection, "it does not answer any more: " + ", ".join(sorted(kinds)))
@@ -246,7 +221,6 @@ class AsyncRedisLink:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.lose(reason)
-        self.counters.losses += 1
         logger.warning("redis_away url=%s reason=%s: going on without it", self._address, reason)
 
     def _begin(self) -> None:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import psutil
@@ -27,15 +28,18 @@ from shoal.client import Client
 from shoal.config import OrchestratorConfig
 from shoal.errors import ShoalError
 from shoal.generation import GenerateOptions
+from tests.bench.machine import describe
+from tests.bench.report import table
 
 DEVICES = ("phone", "phone", "tablet")
 REDIS_MIB = 64
 NUM_CLIENTS = 4
+NUM_BEFORE_CANCEL = 3
 SAMPLE_S = 15.0
 # Processes fill caches and pools at first; what they have after this part is compared with the end.
 WARM_SHARE = 0.4
 MIB = 2**20
-WORDS = (
+WORDS = [
     "river",
     "fish",
     "water",
@@ -49,7 +53,7 @@ WORDS = (
     "rope",
     "sail",
     "quiet",
-)
+]
 
 
 @dataclass(slots=True)
@@ -100,8 +104,8 @@ class Talker(threading.Thread):
             return
         messages = [{"role": "user", "content": " ".join(draw.choices(WORDS, k=draw.choice((5, 40, 200))))}]
         if kind < 0.15:
-            for _ in zip(client.stream(messages=messages, **options), range(3), strict=False):
-                pass
+            with client.stream(messages=messages, **options) as stream:
+                list(islice(stream, NUM_BEFORE_CANCEL))
             self._outcomes.add("cancelled")
             return
         answer = client.generate(messages=messages, **options)
@@ -144,16 +148,28 @@ def soak(home: Path, minutes: float) -> tuple[list[tuple[float, dict[str, float]
 
 
 def to_markdown(samples: list[tuple[float, dict[str, float]]], outcomes: Outcomes) -> str:
-    names = list(samples[0][1])
-    warm = samples[int(len(samples) * WARM_SHARE)]
-    lines = ["| minute |" + "".join(f" {name} |" for name in names), "|---|" + "---|" * len(names)]
+    last, warm = samples[-1], samples[int(len(samples) * WARM_SHARE)]
     every = max(1, len(samples) // 12)
-    for elapsed_s, memory in [*samples[:-1:every], samples[-1]]:
-        lines.append(f"| {elapsed_s / 60:.1f} |" + "".join(f" {memory[name]:.0f} |" for name in names))
-    growth = ", ".join(f"{name} {samples[-1][1][name] - warm[1][name]:+.0f}" for name in names)
+    rows = [
+        {"minute": f"{elapsed_s / 60:.1f}", **{name: f"{size:.0f}" for name, size in memory.items()}}
+        for elapsed_s, memory in [*samples[:-1:every], last]
+    ]
+    growth = ", ".join(f"{name} {size - warm[1][name]:+.0f}" for name, size in last[1].items())
     counts = ", ".join(f"{what} {count}" for what, count in sorted(outcomes.counts.items()))
+    machine = ", ".join(f"{name} {value}" for name, value in describe().items())
     return "\n".join(
-        ["Resident MiB.", "", *lines, "", f"From minute {warm[0] / 60:.1f} to the end: {growth}.", "", counts, ""]
+        [
+            f"{machine}.",
+            "",
+            "Resident MiB.",
+            "",
+            *table(rows),
+            "",
+            f"From minute {warm[0] / 60:.1f} to the end: {growth}.",
+            "",
+            counts,
+            "",
+        ]
     )
 
 

@@ -14,7 +14,7 @@ from orchestrator.control import Control
 from orchestrator.core.limits import Pace
 from orchestrator.engine import Engine
 from orchestrator.flow import FlowHub
-from orchestrator.session import WorkerSession
+from orchestrator.worker_session import WorkerSession
 from shoal import messages
 from shoal.config import OrchestratorConfig
 from shoal.errors import ConfigError, NotReady

@@ -190,6 +190,21 @@ async def test_a_conversation_longer_than_the_context_is_refused_with_the_number
     assert "or begin a new one" in refused.message
 
 
+async def test_a_session_that_outgrows_its_pipeline_may_go_on_with_its_first_and_last_tokens(
+    store: Path, tmp_path: Path
+) -> None:
+    turn = make_tokens(60, 280, seed=6)
+    async with fleet_of(store, tmp_path, context_tokens=160) as fleet:
+        first = await fleet.client.generate(FIRST, session_id="talk", **TURN)
+        second = await fleet.client.generate(turn, session_id="talk", context_overflow="window", **TURN)
+
+        before = [*FIRST, *first.token_ids]
+        kept = [*before[:64], *before[-16:], *turn]
+        assert (first.dropped_tokens, second.dropped_tokens) == (0, len(before) - 80)
+        assert outcome(second) == outcome(await fleet.client.generate(kept, **TURN, **NOT_SETTLED))
+        assert (await session_of(fleet)).num_tokens == len(kept) + 8
+
+
 @pytest.mark.parametrize("session_id", ["a b", "ä", "a/b", "x" * 129, "a\n"])
 async def test_a_session_has_a_plain_name(store: Path, tmp_path: Path, session_id: str) -> None:
     async with fleet_of(store, tmp_path, KEEPS) as fleet:

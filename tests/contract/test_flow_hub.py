@@ -103,6 +103,16 @@ async def test_what_stages_keep_is_told_from_stage_to_stage_and_by_the_last_one(
     assert await bench.next_frame() == restored
 
 
+@both
+async def test_what_the_last_stage_has_to_say_is_for_the_orchestrator_alone(bench: HubBench, kind: str) -> None:
+    bench.hub.routes = {P1: (W0, W1)}
+    first, last = await bench.join(kind, W0), await bench.join(kind, W1)
+
+    await last.send(of_kind(0, restored=flow_pb2.Restored(sequence_id=1)), make_frame(9, to_stage=0))
+
+    assert await first.receive() == make_frame(9, to_stage=0)
+
+
 def forged_frames() -> dict[str, flow_pb2.Frame]:
     """What only another stage may send: W1 is the second of three."""
     return {
@@ -116,6 +126,7 @@ def forged_frames() -> dict[str, flow_pb2.Frame]:
         "blocks to forget for the first": of_kind(0, forget_blocks=flow_pb2.ForgetBlocks()),
         "blocks to keep for the first": of_kind(0, keep_blocks=flow_pb2.KeepBlocks()),
         "blocks to fetch for the first": of_kind(0, prefetch=flow_pb2.Prefetch()),
+        "a failure to another stage": of_kind(2, step_failed=flow_pb2.StepFailed(step=1)),
         "nothing": of_kind(),
     }
 

@@ -102,6 +102,7 @@ class DevicePipeline:
         *,
         mode: DeviceMode = DeviceMode.MIXED,
         num_slots: int = 16,
+        max_waiting: int = 256,
     ) -> None:
         self.devices = tuple(devices)
         self.max_batch = min(device.profile.max_batch for device in devices)
@@ -111,6 +112,7 @@ class DevicePipeline:
             kv_tokens=8192,
             context_tokens=2048,
             max_batch=self.max_batch,
+            max_waiting=max_waiting,
             mode=mode,
         )
         ends = [round(NUM_LAYERS * (index + 1) / len(devices)) for index in range(len(devices))]
@@ -193,8 +195,9 @@ class SimulatedFleet:
         *,
         mode: DeviceMode = DeviceMode.MIXED,
         num_slots: int = 16,
+        max_waiting: int = 256,
     ) -> DevicePipeline:
-        pipeline = DevicePipeline(pipeline_id, devices, self, mode=mode, num_slots=num_slots)
+        pipeline = DevicePipeline(pipeline_id, devices, self, mode=mode, num_slots=num_slots, max_waiting=max_waiting)
         self.pipelines.append(pipeline)
         self.engine.pipeline_up(pipeline.pipeline, FALLBACK_S)
         return pipeline

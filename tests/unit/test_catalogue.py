@@ -51,6 +51,10 @@ def test_a_block_is_whole_if_its_groups_cover_the_layers(ranges: Ranges, is_whol
     assert stored_prefix(ranges) == int(is_whole)
 
 
+def test_a_field_whose_number_nobody_could_read_is_skipped() -> None:
+    assert stored_prefix(["0-4", "9" * 5000 + "-" + "9" * 5001], ["0-4"]) == 2
+
+
 def test_a_block_behind_one_that_lacks_does_not_count() -> None:
     assert stored_prefix([], ["0-4"]) == 0
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import cli.kv
+from cli.columns import short_time
 from cli.kv import tier_table
-from cli.sessions import duration
 from shoal.status import FleetStatus, status_from_proto
 from shoal.v1 import admin_pb2, fleet_pb2, inference_pb2
 from tests.support.commands import Outcome
@@ -143,11 +143,24 @@ def test_the_summary_says_where_it_was(run: Run, from_redis: int, tiers: str) ->
         assert f"({tiers})" in run("generate", "hi", "--server", server.address).err
 
 
-def test_generate_takes_a_session_and_what_may_be_reused(run: Run, server: FakeServer) -> None:
-    run("generate", "hi", "--session", "talk", "--kv-reuse", "none", "--server", server.address)
+def test_the_summary_says_what_was_not_exact_and_what_was_left_out(run: Run) -> None:
+    use = inference_pb2.CacheUse(cached_tokens=512, codec="int8", is_exact=False)
+    with FakeServer([accepted(dropped_tokens=128), finished(cache=use)]) as server:
+        outcome = run("generate", "hi", "--server", server.address)
+
+    assert "(host, int8, not exact), 128 tokens of the session left out; request r-1\n" in outcome.err
+
+
+@pytest.mark.parametrize("command", [("generate", "hi"), ("chat",)])
+def test_a_request_takes_a_session_and_what_may_be_reused(
+    run: Run, server: FakeServer, command: tuple[str, ...]
+) -> None:
+    options = ("--session", "talk", "--kv-reuse", "none", "--overflow", "window")
+    run(*command, *options, "--server", server.address, stdin=b"hi\n")
 
     (request,) = server.orchestrator.requests
     assert (request.session_id, request.kv_reuse) == ("talk", inference_pb2.KV_REUSE_NONE)
+    assert request.context_overflow == inference_pb2.CONTEXT_OVERFLOW_WINDOW
 
 
 def test_a_chat_in_a_new_session_sends_each_turn_alone(run: Run, server: FakeServer) -> None:
@@ -169,6 +182,13 @@ def test_a_chat_in_a_session_that_is_there_goes_on(run: Run, server: FakeServer)
     assert chat_of(server) == [("user", "one")]
 
 
+def test_a_turn_of_a_session_that_had_no_token_did_not_happen(run: Run) -> None:
+    with FakeServer([accepted(), finished()], [accepted(), delta(0, "x", [1]), finished()]) as server:
+        run("chat", "--session", "talk", "--server", server.address, stdin=b"one\ntwo\n")
+
+        assert chat_of(server, 1) == [("user", "two")]
+
+
 def test_reset_deletes_the_session_of_a_chat(run: Run, server: FakeServer) -> None:
     run("chat", "--session", "talk", "--tenant", "gold", "--server", server.address, stdin=b"one\n/reset\ntwo\n")
 
@@ -183,12 +203,14 @@ def test_reset_of_a_session_that_never_began_is_no_error(run: Run, server: FakeS
 
 
 def test_a_system_message_is_warmed(run: Run, server: FakeServer) -> None:
-    outcome = run("warm", "--system", "Be kind.", "--ttl", "60", "--public", "--server", server.address)
+    outcome = run(
+        "warm", "--system", "Be kind.", "--ttl", "60", "--tenant", "gold", "--public", "--server", server.address
+    )
 
     (request,) = server.orchestrator.warmed
     assert outcome.out == "512 of 530 tokens are kept, 64 were there already\n"
     assert [(one.role, one.content) for one in request.chat.messages] == [("system", "Be kind.")]
-    assert (request.ttl_s, request.is_public) == (60.0, True)
+    assert (request.ttl_s, request.is_public, request.tenant) == (60.0, True, "gold")
 
 
 def test_a_text_is_warmed_as_it_is(run: Run, server: FakeServer) -> None:
@@ -206,7 +228,7 @@ def test_nothing_to_warm_is_wrong_usage(run: Run, server: FakeServer, args: list
 def test_sessions_are_listed(run: Run, server: FakeServer) -> None:
     rows = rows_of(run("sessions", "list", "--tenant", "gold", "--server", server.address))
 
-    assert "talk 3 530 512 90 s ago 7 days" in rows
+    assert "talk 3 530 512 90s ago 7d" in rows
     assert server.orchestrator.listed[0].tenant == "gold"
 
 
@@ -223,8 +245,9 @@ def test_no_sessions_are_one_line_with_what_begins_one(run: Run, server: FakeSer
 
 
 def test_deleting_a_session_says_what_went_and_what_stays(run: Run, server: FakeServer) -> None:
-    outcome = run("sessions", "delete", "talk", "--server", server.address)
+    outcome = run("sessions", "delete", "talk", "--tenant", "gold", "--server", server.address)
 
+    assert server.orchestrator.deleted[0].tenant == "gold"
     assert outcome.out == "session talk is deleted, with 7 blocks of KV; 1 are used by others and stay\n"
 
 
@@ -236,7 +259,7 @@ def test_deleting_what_is_not_there_is_one_clear_line(run: Run, server: FakeServ
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.0, "0 s"), (119.0, "119 s"), (120.0, "2 min"), (7200.0, "2 h"), (600_000.0, "7 days")]
+    ("seconds", "text"), [(0.0, "0s"), (119.0, "119s"), (120.0, "2m"), (7200.0, "2h"), (600_000.0, "7d")]
 )
 def test_times_are_written_for_people(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert short_time(seconds) == text

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import cli.kv_trace
-from cli.kv_lives import read_lives, top_blocks, trace_files
+from cli.kv_lives import BlockLife, read_lives, top_blocks, trace_files
 from cli.kv_trace import lives_table, top_table
 from shoal.kv import BlockHash
 from tests.unit.conftest import Run
@@ -138,6 +138,30 @@ def test_a_block_that_a_lost_process_had_begins_a_new_life(tmp_path: Path) -> No
     (lives,) = read_lives(trace_files(tmp_path))
 
     assert lives.lives_s == [3.0]
+
+
+def test_a_new_process_begins_with_none_of_the_blocks_of_the_one_before(tmp_path: Path) -> None:
+    write(tmp_path / "w.jsonl", (1.0, ALLOCATED, A, "host"))
+    trace = BlockTrace(tmp_path / "w.jsonl")
+    trace.begin("host")
+    trace.record(ALLOCATED, B, "host", 2048, "f32")
+    trace.close()
+
+    (lives,) = read_lives(trace_files(tmp_path))
+
+    assert {name: life.since is not None for name, life in lives.blocks.items()} == {A.hex(): False, B.hex(): True}
+
+
+def test_what_was_not_stored_leaves_a_block_as_it_was(tmp_path: Path) -> None:
+    times = [1.0, 2.0]
+    trace = BlockTrace(tmp_path / "w.jsonl", clock=lambda: times.pop(0))
+    trace.record(ALLOCATED, A, "host", 2048, "f32")
+    trace.record(BlockEvent.DROPPED, A, "host", 512, "int8")
+    trace.close()
+
+    (lives,) = read_lives(trace_files(tmp_path))
+
+    assert lives.blocks[A.hex()] == BlockLife(num_bytes=2048, codec="f32", since=1.0)
 
 
 @pytest.mark.parametrize(("device", "left_out"), [("tablet-1", []), ("laptop-kitchen", ["del"])])

@@ -47,6 +47,15 @@ def test_a_slow_device_is_expected_to_be_slow_before_anything_is_measured() -> N
     assert where(harness.submit(1)) == P2
 
 
+def test_a_sequence_may_have_what_the_roomiest_pipeline_allows() -> None:
+    harness = Harness(context_tokens=300)
+    harness.add(P2, context_tokens=400)
+    assert harness.engine.sequence_tokens == 400
+    for pipeline_id in (P1, P2):
+        harness.engine.pipeline_down(pipeline_id, LOST)
+    assert harness.engine.sequence_tokens == 0
+
+
 def test_requests_are_spread_over_equal_pipelines() -> None:
     harness = Harness()
     harness.add(P2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.core.forecast import UNKNOWN_BLOCK_S, UNKNOWN_FETCH_S
+from orchestrator.core.routing import RouteRequest
 from orchestrator.core.sequence import RestoredPrefix
 from orchestrator.engine import Answer
 from shoal.kv import BlockHash
@@ -158,6 +159,19 @@ def test_the_lane_that_knows_the_prompt_gets_it_and_the_story_shows_why() -> Non
     candidates = harness.engine.stories.find("mine").to_proto().routes[0].candidates
     assert [(one.pipeline_id, one.cached_tokens) for one in candidates] == [(P1, 192), (P2, 0)]
     assert candidates[0].prefill_ms < candidates[1].prefill_ms / 4
+
+
+def test_what_blocks_save_is_what_their_tokens_would_take() -> None:
+    harness = Harness()
+    scheduler = harness.p1.lane.scheduler
+    know_times(scheduler)
+    blocks = with_blocks(make_sequence(num_prompt=200)).restorable_blocks
+    request = RouteRequest(QosClass.BALANCED, num_prompt=200, max_tokens=16, block_hashes=blocks, num_stored=2)
+
+    seen = harness.p1.lane.view(request, 0.0)
+
+    whole = scheduler.predict(200, QosClass.BALANCED, 0.0)
+    assert seen.saved_s == whole.prefill_s - seen.prediction.prefill_s > 0
 
 
 def test_what_redis_holds_counts_for_every_lane_that_keeps_blocks() -> None:

@@ -30,6 +30,18 @@ def test_what_is_predicted_does_not_depend_on_what_is_in_flight() -> None:
     assert after.queue_s == pytest.approx(before.queue_s * num_queued / 600)
 
 
+def test_a_pass_of_a_prompt_takes_less_while_others_of_its_round_are_under_way() -> None:
+    running = make_sequence(1, max_tokens=400, inter_token_s=0.1)
+    scheduler = make_decoding(make_limits(num_stages=2, kv_tokens=8192, context_tokens=2048), running)
+    know_times(scheduler, base_s=PASS_S, token_s=TOKEN_S)
+    moment = scheduler._moment(0.0)
+    chunk = replace(moment, busy_s=moment.busy_s + 0.05, has_chunk_in_flight=True)
+
+    with_chunk, without = (scheduler._prompts.room(0, 0, one) for one in (chunk, moment))
+
+    assert 0 < with_chunk < without
+
+
 @pytest.mark.parametrize(("num_stages", "num_streams"), [(1, 4), (1, 8), (2, 4), (2, 8), (3, 4), (3, 8)])
 @pytest.mark.parametrize("inter_token_s", [0.1, 0.02])
 @pytest.mark.parametrize("attention_tokens", [float("inf"), 3000.0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -53,11 +54,12 @@ def decode(
     time_left_s: float | None = None,
     history: tuple[int, ...] = (),
     room_tokens: int = 0,
+    manifest: Manifest = MANIFEST,
     **fields: Any,
 ) -> DecodedRequest:
     """Decode a request that arrives at 100.0."""
     request = inference_pb2.GenerateRequest(**{"prompt": "hello", **fields})
-    decoder = RequestDecoder(MANIFEST, TOKENIZER, NAMES, default_qos, BALANCED)
+    decoder = RequestDecoder(manifest, TOKENIZER, NAMES, default_qos, BALANCED)
     return decoder.decode(
         request,
         sequence_id=SequenceId(5),
@@ -268,6 +270,12 @@ def test_a_session_that_may_drop_tokens_says_how_many_it_dropped() -> None:
     assert decoded.num_dropped == 400
     assert decoded.sequence.prompt_token_ids[:500] == (5,) * 500
     assert len(decoded.sequence.prompt_token_ids) < 520
+
+
+def test_before_any_pipeline_is_there_the_room_is_what_the_model_can() -> None:
+    manifest = replace(MANIFEST, config=replace(MANIFEST.config, context_tokens=1000))
+    decoded = decode(manifest=manifest, history=(5,) * 900, max_tokens=150, context_overflow=WINDOW)
+    assert decoded.num_dropped == 400
 
 
 def test_a_session_drops_nothing_that_was_not_allowed_to() -> None:

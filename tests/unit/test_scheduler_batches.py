@@ -14,6 +14,7 @@ from shoal.types import FinishReason, NumericClass, QosClass, SequenceId, SlotId
 from tests.support.builders import (
     STOP_ID,
     TOKEN_ID,
+    know_times,
     make_decoding,
     make_decoding_as,
     make_limits,
@@ -215,6 +216,14 @@ class TestBurst:
     @pytest.mark.parametrize(("allowed", "burst_steps"), [(16, SHORT_BURST_STEPS - 1), (2, 1), (1, 0)])
     def test_more_than_two_streams_get_short_bursts(self, allowed: int, burst_steps: int) -> None:
         scheduler = make_decoding_as(make_limits(burst_steps=allowed), SHARED, SHARED, SHARED)
+        assert schedule_all(scheduler)[0].burst_steps == burst_steps
+
+    @pytest.mark.parametrize(("pass_s", "burst_steps"), [(0.01, 15), (0.03, 10), (0.3, SHORT_BURST_STEPS - 1)])
+    def test_a_long_burst_of_slow_passes_ends_before_a_prompt_would_wait_too_long(
+        self, pass_s: float, burst_steps: int
+    ) -> None:
+        scheduler = make_decoding_as(make_limits(burst_steps=16), SHARED)
+        know_times(scheduler, base_s=pass_s, token_s=0.0)
         assert schedule_all(scheduler)[0].burst_steps == burst_steps
 
     def test_tokens_of_a_burst_come_step_by_step_and_free_the_credit_at_the_end(self) -> None:

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.core.admission import MAX_PREEMPTIONS
-from orchestrator.core.batch import EndedSequence
+from orchestrator.core.batch import MAX_SOLO_STEPS, EndedSequence
 from orchestrator.core.decoding import BORROWED_ROWS
 from orchestrator.core.limits import Pace
 from orchestrator.core.qos import CLASSES, PATIENCE_S
 from orchestrator.core.scheduler import BORROWED_CHUNK_TOKENS, Scheduler
 from orchestrator.core.sequence import RunId, SequenceState
 from shoal.errors import Overloaded
-from shoal.types import DeviceMode, FinishReason, NumericClass, SequenceId, SlotId
+from shoal.types import DeviceMode, FinishReason, NumericClass, QosClass, SequenceId, SlotId
 from tests.support.builders import (
     TOKEN_ID,
     know_times,
@@ -271,6 +271,19 @@ class TestRows:
         scheduler.set_pace(Pace(2, steps_per_s=3.0))
         scheduler.submit(make_sequence(2, qos=LATENCY, arrived_at=1.0), 1.0)
         assert [run_step(scheduler, 1.0 + number * 0.34, took_s=0.3) for number in range(6)] == [[1]] * 6
+
+    @pytest.mark.parametrize(("qos", "num_before"), [(LATENCY, 1), (BALANCED, MAX_SOLO_STEPS)])
+    def test_where_steps_are_rationed_a_prompt_goes_between_rows_that_go_alone(
+        self, qos: QosClass, num_before: int
+    ) -> None:
+        alone = make_sequence(1, qos=LATENCY, numeric=NumericClass.SOLO, max_tokens=64)
+        scheduler = make_decoding(make_limits(num_slots=2), alone)
+        scheduler.set_pace(Pace(2, steps_per_s=3.0))
+        scheduler.submit(make_sequence(2, qos=qos, arrived_at=1.0), 1.0)
+
+        turns = [run_step(scheduler, 1.0 + number * 0.34, took_s=0.3) for number in range(num_before + 1)]
+
+        assert turns == [[1]] * num_before + [[2]]
 
     def test_higher_classes_come_first_in_a_batch(self) -> None:
         scheduler = make_decoding(make_limits(max_batch=3), *make_sequences(THROUGHPUT, BALANCED, THROUGHPUT, LATENCY))

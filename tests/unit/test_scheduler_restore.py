@@ -83,6 +83,17 @@ def test_nothing_is_asked_of_stages_that_keep_nothing() -> None:
     assert scheduler.take_prefetches(0.0) == []
 
 
+def test_nothing_is_fetched_beforehand_or_believed_where_stages_keep_nothing() -> None:
+    scheduler = make_scheduler(make_limits(num_slots=1, keeps_blocks=False))
+    scheduler.submit(make_prompt(1, num_prompt=64), 0.0)
+    scheduler.submit(make_prompt(2, num_stored=3), 0.0)
+    batch = next_batch(scheduler)
+
+    assert scheduler.take_prefetches(0.0) == []
+    scheduler.commit(batch.step, sampled_ids(batch), 0, 0.0)
+    assert len(scheduler.restores.index) == 0
+
+
 def test_fetching_may_take_a_share_of_the_time_that_computing_would() -> None:
     scheduler = make_scheduler(known=2)
     know_times(scheduler)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.core.sequence import MAX_EVENTS, TRANSITIONS, RunId, Sequence, SequenceState
+from orchestrator.core.sequence import MAX_EVENTS, TRANSITIONS, RestoredPrefix, RunId, Sequence, SequenceState
 from shoal.errors import InternalError
 from shoal.types import FinishReason, SlotId
-from tests.support.builders import STOP_ID, TOKEN_ID, make_sequence
+from tests.support.builders import STOP_ID, TOKEN_ID, make_sequence, with_blocks
 
 
 def test_a_new_sequence_waits_without_a_slot() -> None:
@@ -41,6 +41,19 @@ def test_an_illegal_transition_tells_the_story_of_the_sequence() -> None:
     sequence = make_sequence(42, num_prompt=9, arrived_at=1.5)
     with pytest.raises(InternalError, match=r"sequence 42 is waiting .* arrived 1.5, .* 0 of 9 .* become decode"):
         sequence.move_to(SequenceState.DECODE)
+
+
+def test_what_an_earlier_run_restored_is_nothing_to_a_later_one() -> None:
+    sequence = with_blocks(make_sequence(num_prompt=200))
+    sequence.begin_run(RunId(1), SlotId(0), 0.0)
+    sequence.begin_restore(2, 0.0)
+    sequence.end_restore(RestoredPrefix(2, is_exact=False), 0.0)
+    sequence.stop_run(1.0)
+
+    sequence.begin_run(RunId(2), SlotId(0), 2.0)
+
+    assert (sequence.num_dispatched, sequence.num_restored, sequence.is_kv_exact) == (0, 0, True)
+    sequence.check_invariants()
 
 
 def test_a_stop_token_ends_the_answer_and_is_kept() -> None:

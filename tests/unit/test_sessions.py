@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from orchestrator.conversation import Session, SessionKey, unpack
 from orchestrator.sessions import SessionStore
 from shoal.errors import InvalidRequest, SessionBusy, SessionNotFound, SessionUnavailable, TooManySessions
 from shoal.kv import BlockHash
+from shoal.redis_connection import Command
 from shoal.redis_link import session_index_key, session_key
 from tests.support.fake_link import FakeLink
 
@@ -236,6 +238,67 @@ async def test_with_redis_only_sessions_used_last_stay_in_memory(monkeypatch: py
     assert (await look(store, SessionKey("gold", "c"))).num_turns == 1
     with pytest.raises(SessionUnavailable):
         await look(store, SessionKey("gold", "a"))
+
+
+async def test_what_waited_to_be_written_is_forgotten_like_the_rest_once_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MAX_REMEMBERED", 1)
+    link = FakeLink()
+    store = make_store(link)
+    await store.tend()
+    link.is_away = True
+    for name in ("a", "b"):
+        await take_turn(store, SessionKey("gold", name))
+    link.is_away = False
+    await store.tend()
+    link.is_away = True
+
+    with pytest.raises(SessionUnavailable):
+        await look(store, SessionKey("gold", "a"))
+
+
+class SlowLink(FakeLink):
+    """Answers a moment after it took a command."""
+
+    async def call(self, *commands: Command, timeout_s: float = 0.05) -> list[Any] | None:
+        answer = await super().call(*commands, timeout_s=timeout_s)
+        await asyncio.sleep(0)
+        return answer
+
+
+async def test_a_turn_that_ends_while_the_one_before_is_being_written_is_written_too() -> None:
+    link = SlowLink()
+    store = make_store(link)
+    session = await store.begin(KEY)
+    store.keep(replace(session, num_turns=1))
+    writing = asyncio.create_task(store.write(KEY))
+    await asyncio.sleep(0)
+
+    store.keep(replace(session, num_turns=2))
+    await writing
+    await store.tend()
+
+    store.release(KEY)
+    assert (await look(make_store(link))).num_turns == 2
+
+
+async def test_a_new_session_that_waits_to_be_written_counts_with_those_in_redis() -> None:
+    link = FakeLink()
+    store = make_store(link)
+    store.keep(await store.begin(KEY))
+
+    assert [one.key for one in await store.sessions("gold")] == [KEY]
+    store.check_invariants()
+
+
+async def test_a_look_at_a_session_shows_none_that_nobody_can_go_on_with() -> None:
+    link, clock = FakeLink(), Clock()
+    store = make_store(link, clock=clock)
+    session = await take_turn(store)
+
+    assert await store.peek(KEY) == session
+    assert await make_store(link, model="cd" * 32).peek(KEY) is None
+    clock.now += TTL_S
+    assert await store.peek(KEY) is None
 
 
 async def test_what_is_not_written_is_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

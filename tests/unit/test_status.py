@@ -9,8 +9,8 @@ from orchestrator.core.limits import Pace
 from orchestrator.core.thermal import ThermalMonitor
 from orchestrator.engine import Engine
 from orchestrator.pipeline import Pipeline, StageMember
-from orchestrator.session import WorkerSession
 from orchestrator.status import device_status, pipeline_statuses
+from orchestrator.worker_session import WorkerSession
 from shoal import messages
 from shoal.status import FleetStatus, status_from_proto
 from shoal.types import DeviceLimits, DeviceMode, LayerRange, PipelineId, Telemetry, WorkerId

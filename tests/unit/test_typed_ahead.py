@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from orchestrator import typed_ahead
 from orchestrator.block_names import BlockNames
 from orchestrator.catalogue import Catalogue
 from orchestrator.core.forecast import UNKNOWN_BLOCK_S, UNKNOWN_FETCH_S
+from orchestrator.core.shingles import Sketch, make_sketch
 from orchestrator.likely_prefixes import MAX_CHAIN_BLOCKS, LikelyPrefixes
 from orchestrator.requests import TypedPrompt
 from orchestrator.typed_ahead import Prefetched, TypedAhead
@@ -36,10 +38,12 @@ class Parts:
     harness: Harness
     link: FakeLink = field(default_factory=FakeLink)
     likely: LikelyPrefixes = field(default_factory=LikelyPrefixes)
+    has_redis: bool = True
 
     @property
     def ahead(self) -> TypedAhead:
-        return TypedAhead(self.harness.engine, Catalogue(self.link, num_layers=3), self.likely)
+        catalogue = Catalogue(self.link if self.has_redis else None, num_layers=3)
+        return TypedAhead(self.harness.engine, catalogue, self.likely)
 
     async def learn(self, token_ids: tuple[int, ...], tenant: str = "gold", *, is_stored: bool = True) -> None:
         """Answer a request, whose KV workers then write to Redis."""
@@ -132,6 +136,38 @@ async def test_nothing_is_learned_or_looked_up_where_no_device_keeps_kv() -> Non
 
     assert await parts.type(WHOLE) == Prefetched()
     assert (len(parts.likely), parts.link.num_calls) == (0, 0)
+
+
+async def test_a_prompt_that_comes_again_is_not_sketched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, sketched = make_parts(), list[int]()
+
+    def sketch(token_ids: tuple[int, ...]) -> Sketch:
+        sketched.append(len(token_ids))
+        return make_sketch(token_ids)
+
+    monkeypatch.setattr(typed_ahead, "make_sketch", sketch)
+    for _ in range(2):
+        # Only what has names is kept, so only that is sketched.
+        await parts.learn(WHOLE[: 2 * BLOCK_TOKENS + 10])
+
+    assert sketched == [2 * BLOCK_TOKENS]
+
+
+async def test_stages_that_keep_nothing_are_told_nothing() -> None:
+    parts = make_parts()
+    p2 = parts.harness.add(P2, keeps_blocks=False)
+    await parts.learn(WHOLE)
+    await parts.type(WHOLE)
+
+    assert (len(parts.asked()), p2.sent) == (1, [])
+
+
+async def test_without_redis_nothing_is_learned_for_nothing_could_be_fetched() -> None:
+    parts = Parts(Harness(), has_redis=False)
+    await parts.learn(WHOLE)
+
+    assert await parts.type(WHOLE) == Prefetched()
+    assert len(parts.likely) == 0
 
 
 async def test_a_prompt_without_names_teaches_nothing() -> None:
