@@ -27,45 +27,59 @@ from shoal.v1 import inference_pb2 as shoal_dot_v1_dot_inference__pb2
 from shoal.v1 import types_pb2 as shoal_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14shoal/v1/admin.proto\x12\x08shoal.v1\x1a\x14shoal/v1/fleet.proto\x1a\x18shoal/v1/inference.proto\x1a\x14shoal/v1/types.proto\"\x12\n\x10GetStatusRequest\"\xe9\x01\n\x11GetStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05ready\x18\x03 \x01(\x08\x12\x13\n\x0bwaiting_for\x18\x04 \x01(\t\x12\'\n\x07\x64\x65vices\x18\x05 \x03(\x0b\x32\x16.shoal.v1.DeviceStatus\x12+\n\tpipelines\x18\x06 \x03(\x0b\x32\x18.shoal.v1.PipelineStatus\x12\x13\n\x0bnum_running\x18\x07 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x08 \x01(\r\x12\x10\n\x08uptime_s\x18\t \x01(\x01\"\x83\x03\n\x0c\x44\x65viceStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12(\n\x07profile\x18\x02 \x01(\x0b\x32\x17.shoal.v1.DeviceProfile\x12)\n\x07runtime\x18\x03 \x01(\x0b\x32\x18.shoal.v1.RuntimeSummary\x12\r\n\x05state\x18\x04 \x01(\t\x12$\n\x06layers\x18\x05 \x01(\x0b\x32\x14.shoal.v1.LayerRange\x12&\n\ttelemetry\x18\x06 \x01(\x0b\x32\x13.shoal.v1.Telemetry\x12\x14\n\x0clink_to_next\x18\x07 \x01(\t\x12\x11\n\tdecode_ms\x18\x08 \x01(\x01\x12\x1a\n\x12\x65xecution_provider\x18\t \x01(\t\x12\x13\n\x0bpipeline_id\x18\n \x01(\t\x12\x15\n\rthermal_state\x18\x0b \x01(\t\x12\x15\n\rthermal_cause\x18\x0c \x01(\t\x12\x11\n\tmax_batch\x18\r \x01(\r\x12\x13\n\x0bsteps_per_s\x18\x0e \x01(\x01\"\x9b\x03\n\x0ePipelineStatus\x12\x13\n\x0bpipeline_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\tnum_slots\x18\x03 \x01(\r\x12\x12\n\nused_slots\x18\x04 \x01(\r\x12\x11\n\tkv_tokens\x18\x05 \x01(\r\x12\x16\n\x0eused_kv_tokens\x18\x06 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x07 \x01(\r\x12\x1b\n\x13\x64\x65\x63ode_tokens_per_s\x18\x08 \x01(\x01\x12\x1c\n\x14prefill_tokens_per_s\x18\t \x01(\x01\x12\x0e\n\x06hop_ms\x18\n \x01(\x01\x12\x1f\n\x17\x63ompletion_tokens_total\x18\x0b \x01(\x04\x12\x1b\n\x13prompt_tokens_total\x18\x0c \x01(\x04\x12\x0c\n\x04mode\x18\r \x01(\t\x12\x13\n\x0bnum_running\x18\x0e \x01(\r\x12\x13\n\x0bnum_waiting\x18\x0f \x01(\r\x12\x11\n\tmax_batch\x18\x10 \x01(\r\x12\x13\n\x0bsteps_per_s\x18\x11 \x01(\x01\x12\x12\n\nworker_ids\x18\x12 \x03(\t\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xb3\x01\n\x0eRouteCandidate\x12\x13\n\x0bpipeline_id\x18\x01 \x01(\t\x12\x11\n\truled_out\x18\x02 \x01(\t\x12\x10\n\x08score_ms\x18\x03 \x01(\x01\x12\x10\n\x08queue_ms\x18\x04 \x01(\x01\x12\x12\n\nprefill_ms\x18\x05 \x01(\x01\x12\x16\n\x0einter_token_ms\x18\x06 \x01(\x01\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\x12\x12\n\nnum_stages\x18\x08 \x01(\r\"q\n\rRouteDecision\x12\r\n\x05\x61t_ms\x18\x01 \x01(\x01\x12\x13\n\x0bpipeline_id\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12,\n\ncandidates\x18\x04 \x03(\x0b\x32\x18.shoal.v1.RouteCandidate\";\n\x0cRequestEvent\x12\r\n\x05\x61t_ms\x18\x01 \x01(\x01\x12\x0c\n\x04what\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\"\xfe\x01\n\x0f\x45xplainResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12%\n\tqos_class\x18\x03 \x01(\x0e\x32\x12.shoal.v1.QosClass\x12\r\n\x05state\x18\x04 \x01(\t\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x06 \x01(\r\x12\x0e\n\x06\x66inish\x18\x07 \x01(\t\x12\'\n\x06routes\x18\x08 \x03(\x0b\x32\x17.shoal.v1.RouteDecision\x12&\n\x06\x65vents\x18\t \x03(\x0b\x32\x16.shoal.v1.RequestEvent\"\xa7\x01\n\x0bWarmRequest\x12\x10\n\x06prompt\x18\x01 \x01(\tH\x00\x12#\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x13.shoal.v1.ChatInputH\x00\x12&\n\x06tokens\x18\x03 \x01(\x0b\x32\x14.shoal.v1.TokenInputH\x00\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\r\n\x05ttl_s\x18\x05 \x01(\x01\x12\x11\n\tis_public\x18\x06 \x01(\x08\x42\x07\n\x05input\"Q\n\x0cWarmResponse\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x13\n\x0bkept_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"%\n\x13ListSessionsRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\"\x85\x01\n\rSessionStatus\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x11\n\tnum_turns\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x13\n\x0bkept_tokens\x18\x04 \x01(\r\x12\x0e\n\x06idle_s\x18\x05 \x01(\x01\x12\x14\n\x0c\x65xpires_in_s\x18\x06 \x01(\x01\"A\n\x14ListSessionsResponse\x12)\n\x08sessions\x18\x01 \x03(\x0b\x32\x17.shoal.v1.SessionStatus\":\n\x14\x44\x65leteSessionRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\"N\n\x15\x44\x65leteSessionResponse\x12\x1a\n\x12num_blocks_deleted\x18\x01 \x01(\r\x12\x19\n\x11num_blocks_shared\x18\x02 \x01(\r2\xec\x02\n\x0c\x41\x64minService\x12\x44\n\tGetStatus\x12\x1a.shoal.v1.GetStatusRequest\x1a\x1b.shoal.v1.GetStatusResponse\x12>\n\x07\x45xplain\x12\x18.shoal.v1.ExplainRequest\x1a\x19.shoal.v1.ExplainResponse\x12\x35\n\x04Warm\x12\x15.shoal.v1.WarmRequest\x1a\x16.shoal.v1.WarmResponse\x12M\n\x0cListSessions\x12\x1d.shoal.v1.ListSessionsRequest\x1a\x1e.shoal.v1.ListSessionsResponse\x12P\n\rDeleteSession\x12\x1e.shoal.v1.DeleteSessionRequest\x1a\x1f.shoal.v1.DeleteSessionResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14shoal/v1/admin.proto\x12\x08shoal.v1\x1a\x14shoal/v1/fleet.proto\x1a\x18shoal/v1/inference.proto\x1a\x14shoal/v1/types.proto\"!\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"E\n\rDrainResponse\x12\r\n\x05moved\x18\x01 \x01(\t\x12\x15\n\rnum_sequences\x18\x02 \x01(\r\x12\x0e\n\x06took_s\x18\x03 \x01(\x01\"7\n\rCordonRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bis_cordoned\x18\x02 \x01(\x08\"\x10\n\x0e\x43ordonResponse\"\x10\n\x0eGetPlanRequest\"\xad\x01\n\rPlannedDevice\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12(\n\x07profile\x18\x02 \x01(\x0b\x32\x17.shoal.v1.DeviceProfile\x12$\n\x05times\x18\x03 \x01(\x0b\x32\x15.shoal.v1.DeviceTimes\x12\x13\n\x0bis_declared\x18\x04 \x01(\x08\x12$\n\x05links\x18\x05 \x03(\x0b\x32\x15.shoal.v1.LinkFigures\"{\n\x0fGetPlanResponse\x12(\n\x07\x64\x65vices\x18\x01 \x03(\x0b\x32\x17.shoal.v1.PlannedDevice\x12+\n\tpipelines\x18\x02 \x03(\x0b\x32\x18.shoal.v1.PipelineStatus\x12\x11\n\tplan_json\x18\x03 \x01(\t\"\x12\n\x10GetStatusRequest\"\xe9\x01\n\x11GetStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05ready\x18\x03 \x01(\x08\x12\x13\n\x0bwaiting_for\x18\x04 \x01(\t\x12\'\n\x07\x64\x65vices\x18\x05 \x03(\x0b\x32\x16.shoal.v1.DeviceStatus\x12+\n\tpipelines\x18\x06 \x03(\x0b\x32\x18.shoal.v1.PipelineStatus\x12\x13\n\x0bnum_running\x18\x07 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x08 \x01(\r\x12\x10\n\x08uptime_s\x18\t \x01(\x01\"\x98\x03\n\x0c\x44\x65viceStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12(\n\x07profile\x18\x02 \x01(\x0b\x32\x17.shoal.v1.DeviceProfile\x12)\n\x07runtime\x18\x03 \x01(\x0b\x32\x18.shoal.v1.RuntimeSummary\x12\r\n\x05state\x18\x04 \x01(\t\x12$\n\x06layers\x18\x05 \x01(\x0b\x32\x14.shoal.v1.LayerRange\x12&\n\ttelemetry\x18\x06 \x01(\x0b\x32\x13.shoal.v1.Telemetry\x12\x14\n\x0clink_to_next\x18\x07 \x01(\t\x12\x11\n\tdecode_ms\x18\x08 \x01(\x01\x12\x1a\n\x12\x65xecution_provider\x18\t \x01(\t\x12\x13\n\x0bpipeline_id\x18\n \x01(\t\x12\x15\n\rthermal_state\x18\x0b \x01(\t\x12\x15\n\rthermal_cause\x18\x0c \x01(\t\x12\x11\n\tmax_batch\x18\r \x01(\r\x12\x13\n\x0bsteps_per_s\x18\x0e \x01(\x01\x12\x13\n\x0bis_cordoned\x18\x0f \x01(\x08\"\x9b\x03\n\x0ePipelineStatus\x12\x13\n\x0bpipeline_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\tnum_slots\x18\x03 \x01(\r\x12\x12\n\nused_slots\x18\x04 \x01(\r\x12\x11\n\tkv_tokens\x18\x05 \x01(\r\x12\x16\n\x0eused_kv_tokens\x18\x06 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x07 \x01(\r\x12\x1b\n\x13\x64\x65\x63ode_tokens_per_s\x18\x08 \x01(\x01\x12\x1c\n\x14prefill_tokens_per_s\x18\t \x01(\x01\x12\x0e\n\x06hop_ms\x18\n \x01(\x01\x12\x1f\n\x17\x63ompletion_tokens_total\x18\x0b \x01(\x04\x12\x1b\n\x13prompt_tokens_total\x18\x0c \x01(\x04\x12\x0c\n\x04mode\x18\r \x01(\t\x12\x13\n\x0bnum_running\x18\x0e \x01(\r\x12\x13\n\x0bnum_waiting\x18\x0f \x01(\r\x12\x11\n\tmax_batch\x18\x10 \x01(\r\x12\x13\n\x0bsteps_per_s\x18\x11 \x01(\x01\x12\x12\n\nworker_ids\x18\x12 \x03(\t\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xb3\x01\n\x0eRouteCandidate\x12\x13\n\x0bpipeline_id\x18\x01 \x01(\t\x12\x11\n\truled_out\x18\x02 \x01(\t\x12\x10\n\x08score_ms\x18\x03 \x01(\x01\x12\x10\n\x08queue_ms\x18\x04 \x01(\x01\x12\x12\n\nprefill_ms\x18\x05 \x01(\x01\x12\x16\n\x0einter_token_ms\x18\x06 \x01(\x01\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\x12\x12\n\nnum_stages\x18\x08 \x01(\r\"q\n\rRouteDecision\x12\r\n\x05\x61t_ms\x18\x01 \x01(\x01\x12\x13\n\x0bpipeline_id\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12,\n\ncandidates\x18\x04 \x03(\x0b\x32\x18.shoal.v1.RouteCandidate\";\n\x0cRequestEvent\x12\r\n\x05\x61t_ms\x18\x01 \x01(\x01\x12\x0c\n\x04what\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\"\xfe\x01\n\x0f\x45xplainResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12%\n\tqos_class\x18\x03 \x01(\x0e\x32\x12.shoal.v1.QosClass\x12\r\n\x05state\x18\x04 \x01(\t\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x06 \x01(\r\x12\x0e\n\x06\x66inish\x18\x07 \x01(\t\x12\'\n\x06routes\x18\x08 \x03(\x0b\x32\x17.shoal.v1.RouteDecision\x12&\n\x06\x65vents\x18\t \x03(\x0b\x32\x16.shoal.v1.RequestEvent\"\xa7\x01\n\x0bWarmRequest\x12\x10\n\x06prompt\x18\x01 \x01(\tH\x00\x12#\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x13.shoal.v1.ChatInputH\x00\x12&\n\x06tokens\x18\x03 \x01(\x0b\x32\x14.shoal.v1.TokenInputH\x00\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\r\n\x05ttl_s\x18\x05 \x01(\x01\x12\x11\n\tis_public\x18\x06 \x01(\x08\x42\x07\n\x05input\"Q\n\x0cWarmResponse\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x13\n\x0bkept_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"%\n\x13ListSessionsRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\"\x85\x01\n\rSessionStatus\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x11\n\tnum_turns\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x13\n\x0bkept_tokens\x18\x04 \x01(\r\x12\x0e\n\x06idle_s\x18\x05 \x01(\x01\x12\x14\n\x0c\x65xpires_in_s\x18\x06 \x01(\x01\"A\n\x14ListSessionsResponse\x12)\n\x08sessions\x18\x01 \x03(\x0b\x32\x17.shoal.v1.SessionStatus\":\n\x14\x44\x65leteSessionRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\"N\n\x15\x44\x65leteSessionResponse\x12\x1a\n\x12num_blocks_deleted\x18\x01 \x01(\r\x12\x19\n\x11num_blocks_shared\x18\x02 \x01(\r2\xa3\x04\n\x0c\x41\x64minService\x12\x44\n\tGetStatus\x12\x1a.shoal.v1.GetStatusRequest\x1a\x1b.shoal.v1.GetStatusResponse\x12>\n\x07\x45xplain\x12\x18.shoal.v1.ExplainRequest\x1a\x19.shoal.v1.ExplainResponse\x12\x38\n\x05\x44rain\x12\x16.shoal.v1.DrainRequest\x1a\x17.shoal.v1.DrainResponse\x12;\n\x06\x43ordon\x12\x17.shoal.v1.CordonRequest\x1a\x18.shoal.v1.CordonResponse\x12>\n\x07GetPlan\x12\x18.shoal.v1.GetPlanRequest\x1a\x19.shoal.v1.GetPlanResponse\x12\x35\n\x04Warm\x12\x15.shoal.v1.WarmRequest\x1a\x16.shoal.v1.WarmResponse\x12M\n\x0cListSessions\x12\x1d.shoal.v1.ListSessionsRequest\x1a\x1e.shoal.v1.ListSessionsResponse\x12P\n\rDeleteSession\x12\x1e.shoal.v1.DeleteSessionRequest\x1a\x1f.shoal.v1.DeleteSessionResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'shoal.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GETSTATUSREQUEST']._serialized_start=104
-  _globals['_GETSTATUSREQUEST']._serialized_end=122
-  _globals['_GETSTATUSRESPONSE']._serialized_start=125
-  _globals['_GETSTATUSRESPONSE']._serialized_end=358
-  _globals['_DEVICESTATUS']._serialized_start=361
-  _globals['_DEVICESTATUS']._serialized_end=748
-  _globals['_PIPELINESTATUS']._serialized_start=751
-  _globals['_PIPELINESTATUS']._serialized_end=1162
-  _globals['_EXPLAINREQUEST']._serialized_start=1164
-  _globals['_EXPLAINREQUEST']._serialized_end=1200
-  _globals['_ROUTECANDIDATE']._serialized_start=1203
-  _globals['_ROUTECANDIDATE']._serialized_end=1382
-  _globals['_ROUTEDECISION']._serialized_start=1384
-  _globals['_ROUTEDECISION']._serialized_end=1497
-  _globals['_REQUESTEVENT']._serialized_start=1499
-  _globals['_REQUESTEVENT']._serialized_end=1558
-  _globals['_EXPLAINRESPONSE']._serialized_start=1561
-  _globals['_EXPLAINRESPONSE']._serialized_end=1815
-  _globals['_WARMREQUEST']._serialized_start=1818
-  _globals['_WARMREQUEST']._serialized_end=1985
-  _globals['_WARMRESPONSE']._serialized_start=1987
-  _globals['_WARMRESPONSE']._serialized_end=2068
-  _globals['_LISTSESSIONSREQUEST']._serialized_start=2070
-  _globals['_LISTSESSIONSREQUEST']._serialized_end=2107
-  _globals['_SESSIONSTATUS']._serialized_start=2110
-  _globals['_SESSIONSTATUS']._serialized_end=2243
-  _globals['_LISTSESSIONSRESPONSE']._serialized_start=2245
-  _globals['_LISTSESSIONSRESPONSE']._serialized_end=2310
-  _globals['_DELETESESSIONREQUEST']._serialized_start=2312
-  _globals['_DELETESESSIONREQUEST']._serialized_end=2370
-  _globals['_DELETESESSIONRESPONSE']._serialized_start=2372
-  _globals['_DELETESESSIONRESPONSE']._serialized_end=2450
-  _globals['_ADMINSERVICE']._serialized_start=2453
-  _globals['_ADMINSERVICE']._serialized_end=2817
+  _globals['_DRAINREQUEST']._serialized_start=104
+  _globals['_DRAINREQUEST']._serialized_end=137
+  _globals['_DRAINRESPONSE']._serialized_start=139
+  _globals['_DRAINRESPONSE']._serialized_end=208
+  _globals['_CORDONREQUEST']._serialized_start=210
+  _globals['_CORDONREQUEST']._serialized_end=265
+  _globals['_CORDONRESPONSE']._serialized_start=267
+  _globals['_CORDONRESPONSE']._serialized_end=283
+  _globals['_GETPLANREQUEST']._serialized_start=285
+  _globals['_GETPLANREQUEST']._serialized_end=301
+  _globals['_PLANNEDDEVICE']._serialized_start=304
+  _globals['_PLANNEDDEVICE']._serialized_end=477
+  _globals['_GETPLANRESPONSE']._serialized_start=479
+  _globals['_GETPLANRESPONSE']._serialized_end=602
+  _globals['_GETSTATUSREQUEST']._serialized_start=604
+  _globals['_GETSTATUSREQUEST']._serialized_end=622
+  _globals['_GETSTATUSRESPONSE']._serialized_start=625
+  _globals['_GETSTATUSRESPONSE']._serialized_end=858
+  _globals['_DEVICESTATUS']._serialized_start=861
+  _globals['_DEVICESTATUS']._serialized_end=1269
+  _globals['_PIPELINESTATUS']._serialized_start=1272
+  _globals['_PIPELINESTATUS']._serialized_end=1683
+  _globals['_EXPLAINREQUEST']._serialized_start=1685
+  _globals['_EXPLAINREQUEST']._serialized_end=1721
+  _globals['_ROUTECANDIDATE']._serialized_start=1724
+  _globals['_ROUTECANDIDATE']._serialized_end=1903
+  _globals['_ROUTEDECISION']._serialized_start=1905
+  _globals['_ROUTEDECISION']._serialized_end=2018
+  _globals['_REQUESTEVENT']._serialized_start=2020
+  _globals['_REQUESTEVENT']._serialized_end=2079
+  _globals['_EXPLAINRESPONSE']._serialized_start=2082
+  _globals['_EXPLAINRESPONSE']._serialized_end=2336
+  _globals['_WARMREQUEST']._serialized_start=2339
+  _globals['_WARMREQUEST']._serialized_end=2506
+  _globals['_WARMRESPONSE']._serialized_start=2508
+  _globals['_WARMRESPONSE']._serialized_end=2589
+  _globals['_LISTSESSIONSREQUEST']._serialized_start=2591
+  _globals['_LISTSESSIONSREQUEST']._serialized_end=2628
+  _globals['_SESSIONSTATUS']._serialized_start=2631
+  _globals['_SESSIONSTATUS']._serialized_end=2764
+  _globals['_LISTSESSIONSRESPONSE']._serialized_start=2766
+  _globals['_LISTSESSIONSRESPONSE']._serialized_end=2831
+  _globals['_DELETESESSIONREQUEST']._serialized_start=2833
+  _globals['_DELETESESSIONREQUEST']._serialized_end=2891
+  _globals['_DELETESESSIONRESPONSE']._serialized_start=2893
+  _globals['_DELETESESSIONRESPONSE']._serialized_end=2971
+  _globals['_ADMINSERVICE']._serialized_start=2974
+  _globals['_ADMINSERVICE']._serialized_end=3521
 # @@protoc_insertion_point(module_scope)

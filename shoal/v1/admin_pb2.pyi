@@ -9,6 +9,62 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class DrainRequest(_message.Message):
+    __slots__ = ("worker_id",)
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    def __init__(self, worker_id: _Optional[str] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("moved", "num_sequences", "took_s")
+    MOVED_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    TOOK_S_FIELD_NUMBER: _ClassVar[int]
+    moved: str
+    num_sequences: int
+    took_s: float
+    def __init__(self, moved: _Optional[str] = ..., num_sequences: _Optional[int] = ..., took_s: _Optional[float] = ...) -> None: ...
+
+class CordonRequest(_message.Message):
+    __slots__ = ("worker_id", "is_cordoned")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    IS_CORDONED_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    is_cordoned: bool
+    def __init__(self, worker_id: _Optional[str] = ..., is_cordoned: _Optional[bool] = ...) -> None: ...
+
+class CordonResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetPlanRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PlannedDevice(_message.Message):
+    __slots__ = ("worker_id", "profile", "times", "is_declared", "links")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    PROFILE_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
+    IS_DECLARED_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    profile: _fleet_pb2.DeviceProfile
+    times: _fleet_pb2.DeviceTimes
+    is_declared: bool
+    links: _containers.RepeatedCompositeFieldContainer[_fleet_pb2.LinkFigures]
+    def __init__(self, worker_id: _Optional[str] = ..., profile: _Optional[_Union[_fleet_pb2.DeviceProfile, _Mapping]] = ..., times: _Optional[_Union[_fleet_pb2.DeviceTimes, _Mapping]] = ..., is_declared: _Optional[bool] = ..., links: _Optional[_Iterable[_Union[_fleet_pb2.LinkFigures, _Mapping]]] = ...) -> None: ...
+
+class GetPlanResponse(_message.Message):
+    __slots__ = ("devices", "pipelines", "plan_json")
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    PIPELINES_FIELD_NUMBER: _ClassVar[int]
+    PLAN_JSON_FIELD_NUMBER: _ClassVar[int]
+    devices: _containers.RepeatedCompositeFieldContainer[PlannedDevice]
+    pipelines: _containers.RepeatedCompositeFieldContainer[PipelineStatus]
+    plan_json: str
+    def __init__(self, devices: _Optional[_Iterable[_Union[PlannedDevice, _Mapping]]] = ..., pipelines: _Optional[_Iterable[_Union[PipelineStatus, _Mapping]]] = ..., plan_json: _Optional[str] = ...) -> None: ...
+
 class GetStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -36,7 +92,7 @@ class GetStatusResponse(_message.Message):
     def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., ready: _Optional[bool] = ..., waiting_for: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[DeviceStatus, _Mapping]]] = ..., pipelines: _Optional[_Iterable[_Union[PipelineStatus, _Mapping]]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., uptime_s: _Optional[float] = ...) -> None: ...
 
 class DeviceStatus(_message.Message):
-    __slots__ = ("worker_id", "profile", "runtime", "state", "layers", "telemetry", "link_to_next", "decode_ms", "execution_provider", "pipeline_id", "thermal_state", "thermal_cause", "max_batch", "steps_per_s")
+    __slots__ = ("worker_id", "profile", "runtime", "state", "layers", "telemetry", "link_to_next", "decode_ms", "execution_provider", "pipeline_id", "thermal_state", "thermal_cause", "max_batch", "steps_per_s", "is_cordoned")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     PROFILE_FIELD_NUMBER: _ClassVar[int]
     RUNTIME_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +107,7 @@ class DeviceStatus(_message.Message):
     THERMAL_CAUSE_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_FIELD_NUMBER: _ClassVar[int]
     STEPS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    IS_CORDONED_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     profile: _fleet_pb2.DeviceProfile
     runtime: _fleet_pb2.RuntimeSummary
@@ -65,7 +122,8 @@ class DeviceStatus(_message.Message):
     thermal_cause: str
     max_batch: int
     steps_per_s: float
-    def __init__(self, worker_id: _Optional[str] = ..., profile: _Optional[_Union[_fleet_pb2.DeviceProfile, _Mapping]] = ..., runtime: _Optional[_Union[_fleet_pb2.RuntimeSummary, _Mapping]] = ..., state: _Optional[str] = ..., layers: _Optional[_Union[_types_pb2.LayerRange, _Mapping]] = ..., telemetry: _Optional[_Union[_fleet_pb2.Telemetry, _Mapping]] = ..., link_to_next: _Optional[str] = ..., decode_ms: _Optional[float] = ..., execution_provider: _Optional[str] = ..., pipeline_id: _Optional[str] = ..., thermal_state: _Optional[str] = ..., thermal_cause: _Optional[str] = ..., max_batch: _Optional[int] = ..., steps_per_s: _Optional[float] = ...) -> None: ...
+    is_cordoned: bool
+    def __init__(self, worker_id: _Optional[str] = ..., profile: _Optional[_Union[_fleet_pb2.DeviceProfile, _Mapping]] = ..., runtime: _Optional[_Union[_fleet_pb2.RuntimeSummary, _Mapping]] = ..., state: _Optional[str] = ..., layers: _Optional[_Union[_types_pb2.LayerRange, _Mapping]] = ..., telemetry: _Optional[_Union[_fleet_pb2.Telemetry, _Mapping]] = ..., link_to_next: _Optional[str] = ..., decode_ms: _Optional[float] = ..., execution_provider: _Optional[str] = ..., pipeline_id: _Optional[str] = ..., thermal_state: _Optional[str] = ..., thermal_cause: _Optional[str] = ..., max_batch: _Optional[int] = ..., steps_per_s: _Optional[float] = ..., is_cordoned: _Optional[bool] = ...) -> None: ...
 
 class PipelineStatus(_message.Message):
     __slots__ = ("pipeline_id", "epoch", "num_slots", "used_slots", "kv_tokens", "used_kv_tokens", "context_tokens", "decode_tokens_per_s", "prefill_tokens_per_s", "hop_ms", "completion_tokens_total", "prompt_tokens_total", "mode", "num_running", "num_waiting", "max_batch", "steps_per_s", "worker_ids")

@@ -45,6 +45,21 @@ class AdminServiceStub:
                 request_serializer=shoal_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=shoal_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/shoal.v1.AdminService/Drain',
+                request_serializer=shoal_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+                response_deserializer=shoal_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+                _registered_method=True)
+        self.Cordon = channel.unary_unary(
+                '/shoal.v1.AdminService/Cordon',
+                request_serializer=shoal_dot_v1_dot_admin__pb2.CordonRequest.SerializeToString,
+                response_deserializer=shoal_dot_v1_dot_admin__pb2.CordonResponse.FromString,
+                _registered_method=True)
+        self.GetPlan = channel.unary_unary(
+                '/shoal.v1.AdminService/GetPlan',
+                request_serializer=shoal_dot_v1_dot_admin__pb2.GetPlanRequest.SerializeToString,
+                response_deserializer=shoal_dot_v1_dot_admin__pb2.GetPlanResponse.FromString,
+                _registered_method=True)
         self.Warm = channel.unary_unary(
                 '/shoal.v1.AdminService/Warm',
                 request_serializer=shoal_dot_v1_dot_admin__pb2.WarmRequest.SerializeToString,
@@ -74,6 +89,27 @@ class AdminServiceServicer:
 
     def Explain(self, request, context):
         """Tells why a recent request ran where and when it did.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Moves everything off a device and lets it hold no layers; returns when that is done. No answer ends for it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Cordon(self, request, context):
+        """Keeps a device from being given layers, or lets it again; what it computes now goes on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetPlan(self, request, context):
+        """Gives what devices were measured to take, the plan in force and the plans that were considered.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -111,6 +147,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=shoal_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
                     response_serializer=shoal_dot_v1_dot_admin__pb2.ExplainResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=shoal_dot_v1_dot_admin__pb2.DrainRequest.FromString,
+                    response_serializer=shoal_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
+            'Cordon': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cordon,
+                    request_deserializer=shoal_dot_v1_dot_admin__pb2.CordonRequest.FromString,
+                    response_serializer=shoal_dot_v1_dot_admin__pb2.CordonResponse.SerializeToString,
+            ),
+            'GetPlan': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetPlan,
+                    request_deserializer=shoal_dot_v1_dot_admin__pb2.GetPlanRequest.FromString,
+                    response_serializer=shoal_dot_v1_dot_admin__pb2.GetPlanResponse.SerializeToString,
             ),
             'Warm': grpc.unary_unary_rpc_method_handler(
                     servicer.Warm,
@@ -183,6 +234,87 @@ class AdminService:
             '/shoal.v1.AdminService/Explain',
             shoal_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
             shoal_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.v1.AdminService/Drain',
+            shoal_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+            shoal_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cordon(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.v1.AdminService/Cordon',
+            shoal_dot_v1_dot_admin__pb2.CordonRequest.SerializeToString,
+            shoal_dot_v1_dot_admin__pb2.CordonResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetPlan(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.v1.AdminService/GetPlan',
+            shoal_dot_v1_dot_admin__pb2.GetPlanRequest.SerializeToString,
+            shoal_dot_v1_dot_admin__pb2.GetPlanResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -20,7 +20,7 @@ DEVICE_MODE_LATENCY: DeviceMode
 DEVICE_MODE_THROUGHPUT: DeviceMode
 
 class AttachRequest(_message.Message):
-    __slots__ = ("hello", "heartbeat", "shard_loaded", "shard_failed", "links_opened", "link_failed", "leaving")
+    __slots__ = ("hello", "heartbeat", "shard_loaded", "shard_failed", "links_opened", "link_failed", "leaving", "measured", "links_probed")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     SHARD_LOADED_FIELD_NUMBER: _ClassVar[int]
@@ -28,6 +28,8 @@ class AttachRequest(_message.Message):
     LINKS_OPENED_FIELD_NUMBER: _ClassVar[int]
     LINK_FAILED_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_FIELD_NUMBER: _ClassVar[int]
+    LINKS_PROBED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     heartbeat: Heartbeat
     shard_loaded: ShardLoaded
@@ -35,19 +37,25 @@ class AttachRequest(_message.Message):
     links_opened: LinksOpened
     link_failed: LinkFailed
     leaving: Leaving
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., shard_loaded: _Optional[_Union[ShardLoaded, _Mapping]] = ..., shard_failed: _Optional[_Union[ShardFailed, _Mapping]] = ..., links_opened: _Optional[_Union[LinksOpened, _Mapping]] = ..., link_failed: _Optional[_Union[LinkFailed, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ...) -> None: ...
+    measured: Measured
+    links_probed: LinksProbed
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., shard_loaded: _Optional[_Union[ShardLoaded, _Mapping]] = ..., shard_failed: _Optional[_Union[ShardFailed, _Mapping]] = ..., links_opened: _Optional[_Union[LinksOpened, _Mapping]] = ..., link_failed: _Optional[_Union[LinkFailed, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., measured: _Optional[_Union[Measured, _Mapping]] = ..., links_probed: _Optional[_Union[LinksProbed, _Mapping]] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("welcome", "load_shard", "open_links", "unload_shard")
+    __slots__ = ("welcome", "load_shard", "open_links", "unload_shard", "measure", "probe_links")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     LOAD_SHARD_FIELD_NUMBER: _ClassVar[int]
     OPEN_LINKS_FIELD_NUMBER: _ClassVar[int]
     UNLOAD_SHARD_FIELD_NUMBER: _ClassVar[int]
+    MEASURE_FIELD_NUMBER: _ClassVar[int]
+    PROBE_LINKS_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     load_shard: LoadShard
     open_links: OpenLinks
     unload_shard: UnloadShard
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., load_shard: _Optional[_Union[LoadShard, _Mapping]] = ..., open_links: _Optional[_Union[OpenLinks, _Mapping]] = ..., unload_shard: _Optional[_Union[UnloadShard, _Mapping]] = ...) -> None: ...
+    measure: Measure
+    probe_links: ProbeLinks
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., load_shard: _Optional[_Union[LoadShard, _Mapping]] = ..., open_links: _Optional[_Union[OpenLinks, _Mapping]] = ..., unload_shard: _Optional[_Union[UnloadShard, _Mapping]] = ..., measure: _Optional[_Union[Measure, _Mapping]] = ..., probe_links: _Optional[_Union[ProbeLinks, _Mapping]] = ...) -> None: ...
 
 class DeviceLimits(_message.Message):
     __slots__ = ("moderate_c", "hot_c", "critical_c", "low_battery_percent", "critical_battery_percent", "busy_load", "max_batch", "steps_per_s")
@@ -108,7 +116,7 @@ class RuntimeSummary(_message.Message):
     def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., kernel_fingerprint: _Optional[str] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "worker_id", "incarnation", "profile", "runtime", "flow_address", "socket_address")
+    __slots__ = ("protocol_version", "worker_id", "incarnation", "profile", "runtime", "flow_address", "socket_address", "times")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -116,6 +124,7 @@ class Hello(_message.Message):
     RUNTIME_FIELD_NUMBER: _ClassVar[int]
     FLOW_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     SOCKET_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     worker_id: str
     incarnation: int
@@ -123,7 +132,86 @@ class Hello(_message.Message):
     runtime: RuntimeSummary
     flow_address: str
     socket_address: str
-    def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., profile: _Optional[_Union[DeviceProfile, _Mapping]] = ..., runtime: _Optional[_Union[RuntimeSummary, _Mapping]] = ..., flow_address: _Optional[str] = ..., socket_address: _Optional[str] = ...) -> None: ...
+    times: _containers.RepeatedCompositeFieldContainer[DeviceTimes]
+    def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., profile: _Optional[_Union[DeviceProfile, _Mapping]] = ..., runtime: _Optional[_Union[RuntimeSummary, _Mapping]] = ..., flow_address: _Optional[str] = ..., socket_address: _Optional[str] = ..., times: _Optional[_Iterable[_Union[DeviceTimes, _Mapping]]] = ...) -> None: ...
+
+class DeviceTimes(_message.Message):
+    __slots__ = ("shape_digest", "measured_at_s", "layer", "head", "prefill_token_s", "pass_s", "free_bytes")
+    SHAPE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_AT_S_FIELD_NUMBER: _ClassVar[int]
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    HEAD_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    PASS_S_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    shape_digest: str
+    measured_at_s: float
+    layer: _containers.RepeatedCompositeFieldContainer[RowsTime]
+    head: _containers.RepeatedCompositeFieldContainer[RowsTime]
+    prefill_token_s: float
+    pass_s: float
+    free_bytes: int
+    def __init__(self, shape_digest: _Optional[str] = ..., measured_at_s: _Optional[float] = ..., layer: _Optional[_Iterable[_Union[RowsTime, _Mapping]]] = ..., head: _Optional[_Iterable[_Union[RowsTime, _Mapping]]] = ..., prefill_token_s: _Optional[float] = ..., pass_s: _Optional[float] = ..., free_bytes: _Optional[int] = ...) -> None: ...
+
+class RowsTime(_message.Message):
+    __slots__ = ("rows", "seconds")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    rows: int
+    seconds: float
+    def __init__(self, rows: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class Measure(_message.Message):
+    __slots__ = ("shape_digest", "layers_graph", "head_graph", "num_layers", "blobs", "layers_shape", "head_shape")
+    SHAPE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_GRAPH_FIELD_NUMBER: _ClassVar[int]
+    HEAD_GRAPH_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    BLOBS_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_SHAPE_FIELD_NUMBER: _ClassVar[int]
+    HEAD_SHAPE_FIELD_NUMBER: _ClassVar[int]
+    shape_digest: str
+    layers_graph: bytes
+    head_graph: bytes
+    num_layers: int
+    blobs: _containers.RepeatedCompositeFieldContainer[BlobRef]
+    layers_shape: ShardShape
+    head_shape: ShardShape
+    def __init__(self, shape_digest: _Optional[str] = ..., layers_graph: _Optional[bytes] = ..., head_graph: _Optional[bytes] = ..., num_layers: _Optional[int] = ..., blobs: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ..., layers_shape: _Optional[_Union[ShardShape, _Mapping]] = ..., head_shape: _Optional[_Union[ShardShape, _Mapping]] = ...) -> None: ...
+
+class Measured(_message.Message):
+    __slots__ = ("times", "reason", "message")
+    TIMES_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    times: DeviceTimes
+    reason: str
+    message: str
+    def __init__(self, times: _Optional[_Union[DeviceTimes, _Mapping]] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class ProbeLinks(_message.Message):
+    __slots__ = ("peers",)
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    peers: _containers.RepeatedCompositeFieldContainer[StageAddress]
+    def __init__(self, peers: _Optional[_Iterable[_Union[StageAddress, _Mapping]]] = ...) -> None: ...
+
+class LinkFigures(_message.Message):
+    __slots__ = ("worker_id", "rtt_ms", "mbit_s", "kind")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    RTT_MS_FIELD_NUMBER: _ClassVar[int]
+    MBIT_S_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    rtt_ms: float
+    mbit_s: float
+    kind: str
+    def __init__(self, worker_id: _Optional[str] = ..., rtt_ms: _Optional[float] = ..., mbit_s: _Optional[float] = ..., kind: _Optional[str] = ...) -> None: ...
+
+class LinksProbed(_message.Message):
+    __slots__ = ("links",)
+    LINKS_FIELD_NUMBER: _ClassVar[int]
+    links: _containers.RepeatedCompositeFieldContainer[LinkFigures]
+    def __init__(self, links: _Optional[_Iterable[_Union[LinkFigures, _Mapping]]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("protocol_version", "heartbeat_interval_s", "socket_port", "link_token")
@@ -138,7 +226,7 @@ class Welcome(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., heartbeat_interval_s: _Optional[float] = ..., socket_port: _Optional[int] = ..., link_token: _Optional[bytes] = ...) -> None: ...
 
 class Telemetry(_message.Message):
-    __slots__ = ("rss_bytes", "kv_bytes", "weight_bytes", "free_memory_bytes", "cpu_load", "temperature_c", "battery_percent", "is_charging", "other_load", "clock", "kv_tiers")
+    __slots__ = ("rss_bytes", "kv_bytes", "weight_bytes", "free_memory_bytes", "cpu_load", "temperature_c", "battery_percent", "is_charging", "other_load", "clock", "kv_tiers", "busy_s")
     RSS_BYTES_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -150,6 +238,7 @@ class Telemetry(_message.Message):
     OTHER_LOAD_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     KV_TIERS_FIELD_NUMBER: _ClassVar[int]
+    BUSY_S_FIELD_NUMBER: _ClassVar[int]
     rss_bytes: int
     kv_bytes: int
     weight_bytes: int
@@ -161,7 +250,8 @@ class Telemetry(_message.Message):
     other_load: float
     clock: float
     kv_tiers: _containers.RepeatedCompositeFieldContainer[KVTierStatus]
-    def __init__(self, rss_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., free_memory_bytes: _Optional[int] = ..., cpu_load: _Optional[float] = ..., temperature_c: _Optional[float] = ..., battery_percent: _Optional[float] = ..., is_charging: _Optional[bool] = ..., other_load: _Optional[float] = ..., clock: _Optional[float] = ..., kv_tiers: _Optional[_Iterable[_Union[KVTierStatus, _Mapping]]] = ...) -> None: ...
+    busy_s: float
+    def __init__(self, rss_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., free_memory_bytes: _Optional[int] = ..., cpu_load: _Optional[float] = ..., temperature_c: _Optional[float] = ..., battery_percent: _Optional[float] = ..., is_charging: _Optional[bool] = ..., other_load: _Optional[float] = ..., clock: _Optional[float] = ..., kv_tiers: _Optional[_Iterable[_Union[KVTierStatus, _Mapping]]] = ..., busy_s: _Optional[float] = ...) -> None: ...
 
 class KVTierStatus(_message.Message):
     __slots__ = ("tier", "state", "budget_bytes", "used_bytes", "num_blocks", "hits", "misses", "puts", "evictions", "dropped_writes", "mismatches", "oldest_s", "mean_age_s", "read_mb_s", "write_mb_s", "queued_bytes", "max_queued_bytes")

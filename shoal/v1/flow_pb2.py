@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from shoal.v1 import types_pb2 as shoal_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13shoal/v1/flow.proto\x12\x08shoal.v1\x1a\x14shoal/v1/types.proto\"-\n\x0b\x46lowRequest\x12\x1e\n\x05\x66rame\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Frame\".\n\x0c\x46lowResponse\x12\x1e\n\x05\x66rame\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Frame\"\xe2\x03\n\x05\x46rame\x12\x13\n\x0bpipeline_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08to_stage\x18\x03 \x01(\x11\x12)\n\nlink_hello\x18\x04 \x01(\x0b\x32\x13.shoal.v1.LinkHelloH\x00\x12\x1e\n\x04step\x18\x05 \x01(\x0b\x32\x0e.shoal.v1.StepH\x00\x12+\n\x0bstep_result\x18\x06 \x01(\x0b\x32\x14.shoal.v1.StepResultH\x00\x12\"\n\x06\x63\x61ncel\x18\x07 \x01(\x0b\x32\x10.shoal.v1.CancelH\x00\x12+\n\x0bstep_failed\x18\x08 \x01(\x0b\x32\x14.shoal.v1.StepFailedH\x00\x12$\n\x07restore\x18\t \x01(\x0b\x32\x11.shoal.v1.RestoreH\x00\x12&\n\x08restored\x18\n \x01(\x0b\x32\x12.shoal.v1.RestoredH\x00\x12&\n\x08prefetch\x18\x0b \x01(\x0b\x32\x12.shoal.v1.PrefetchH\x00\x12+\n\x0bkeep_blocks\x18\x0c \x01(\x0b\x32\x14.shoal.v1.KeepBlocksH\x00\x12/\n\rforget_blocks\x18\r \x01(\x0b\x32\x16.shoal.v1.ForgetBlocksH\x00\x42\x06\n\x04\x62ody\"a\n\tLinkHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x12\n\nlink_token\x18\x04 \x01(\x0c\"\xbd\x01\n\x04Step\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x1f\n\x04rows\x18\x02 \x03(\x0b\x32\x11.shoal.v1.StepRow\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x13\n\x0b\x61\x63tivations\x18\x04 \x01(\x0c\x12(\n\x05\x64type\x18\x05 \x01(\x0e\x32\x19.shoal.v1.ActivationDtype\x12\x13\n\x0b\x62urst_steps\x18\x06 \x01(\r\x12\x0c\n\x04solo\x18\x07 \x01(\x08\x12\x11\n\tstamps_ns\x18\x08 \x03(\x04\"\x8a\x01\n\x07StepRow\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x10\n\x08position\x18\x03 \x01(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x0e\n\x06sample\x18\x05 \x01(\x08\x12&\n\x05start\x18\x06 \x01(\x0b\x32\x17.shoal.v1.SequenceStart\"\x98\x01\n\rSequenceStart\x12*\n\x08sampling\x18\x01 \x01(\x0b\x32\x18.shoal.v1.SamplingParams\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x14\n\x0c\x62lock_hashes\x18\x04 \x03(\x0c\x12\x13\n\x0bis_kv_exact\x18\x05 \x01(\x08\"j\n\nStepResult\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12&\n\x06tokens\x18\x02 \x03(\x0b\x32\x16.shoal.v1.SampledToken\x12\x13\n\x0b\x62urst_steps\x18\x03 \x01(\r\x12\x11\n\tstamps_ns\x18\x04 \x03(\x04\"r\n\x0cSampledToken\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x10\n\x08token_id\x18\x03 \x01(\r\x12)\n\x08logprobs\x18\x04 \x01(\x0b\x32\x17.shoal.v1.TokenLogprobs\"0\n\x0bSequenceRef\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x0c\n\x04slot\x18\x02 \x01(\r\"2\n\x06\x43\x61ncel\x12(\n\tsequences\x18\x01 \x03(\x0b\x32\x15.shoal.v1.SequenceRef\"J\n\nStepFailed\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\r\n\x05stage\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\"\x9f\x01\n\x07Restore\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x03(\x0c\x12\x15\n\ris_exact_only\x18\x04 \x01(\x08\x12\x18\n\x10\x66\x65tch_timeout_ms\x18\x05 \x01(\x01\x12*\n\x08restored\x18\x06 \x01(\x0b\x32\x18.shoal.v1.RestoredBlocks\"]\n\x0eRestoredBlocks\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x16\n\x0enum_from_redis\x18\x02 \x01(\r\x12\r\n\x05\x63odec\x18\x03 \x01(\t\x12\x10\n\x08is_exact\x18\x04 \x01(\x08\"K\n\x08Restored\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12*\n\x08restored\x18\x02 \x01(\x0b\x32\x18.shoal.v1.RestoredBlocks\"F\n\x08Prefetch\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\x12\n\ntimeout_ms\x18\x02 \x01(\x01\x12\x10\n\x08is_ahead\x18\x03 \x01(\x08\"1\n\nKeepBlocks\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\r\n\x05ttl_s\x18\x02 \x01(\x01\"$\n\x0c\x46orgetBlocks\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c*Q\n\x0f\x41\x63tivationDtype\x12 \n\x1c\x41\x43TIVATION_DTYPE_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x41\x43TIVATION_DTYPE_FLOAT32\x10\x01\x32H\n\x0b\x46lowService\x12\x39\n\x04\x46low\x12\x15.shoal.v1.FlowRequest\x1a\x16.shoal.v1.FlowResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13shoal/v1/flow.proto\x12\x08shoal.v1\x1a\x14shoal/v1/types.proto\"-\n\x0b\x46lowRequest\x12\x1e\n\x05\x66rame\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Frame\".\n\x0c\x46lowResponse\x12\x1e\n\x05\x66rame\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Frame\"\xe2\x03\n\x05\x46rame\x12\x13\n\x0bpipeline_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08to_stage\x18\x03 \x01(\x11\x12)\n\nlink_hello\x18\x04 \x01(\x0b\x32\x13.shoal.v1.LinkHelloH\x00\x12\x1e\n\x04step\x18\x05 \x01(\x0b\x32\x0e.shoal.v1.StepH\x00\x12+\n\x0bstep_result\x18\x06 \x01(\x0b\x32\x14.shoal.v1.StepResultH\x00\x12\"\n\x06\x63\x61ncel\x18\x07 \x01(\x0b\x32\x10.shoal.v1.CancelH\x00\x12+\n\x0bstep_failed\x18\x08 \x01(\x0b\x32\x14.shoal.v1.StepFailedH\x00\x12$\n\x07restore\x18\t \x01(\x0b\x32\x11.shoal.v1.RestoreH\x00\x12&\n\x08restored\x18\n \x01(\x0b\x32\x12.shoal.v1.RestoredH\x00\x12&\n\x08prefetch\x18\x0b \x01(\x0b\x32\x12.shoal.v1.PrefetchH\x00\x12+\n\x0bkeep_blocks\x18\x0c \x01(\x0b\x32\x14.shoal.v1.KeepBlocksH\x00\x12/\n\rforget_blocks\x18\r \x01(\x0b\x32\x16.shoal.v1.ForgetBlocksH\x00\x42\x06\n\x04\x62ody\"a\n\tLinkHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x12\n\nlink_token\x18\x04 \x01(\x0c\"\xbd\x01\n\x04Step\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x1f\n\x04rows\x18\x02 \x03(\x0b\x32\x11.shoal.v1.StepRow\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x13\n\x0b\x61\x63tivations\x18\x04 \x01(\x0c\x12(\n\x05\x64type\x18\x05 \x01(\x0e\x32\x19.shoal.v1.ActivationDtype\x12\x13\n\x0b\x62urst_steps\x18\x06 \x01(\r\x12\x0c\n\x04solo\x18\x07 \x01(\x08\x12\x11\n\tstamps_ns\x18\x08 \x03(\x04\"\x8a\x01\n\x07StepRow\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x10\n\x08position\x18\x03 \x01(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x0e\n\x06sample\x18\x05 \x01(\x08\x12&\n\x05start\x18\x06 \x01(\x0b\x32\x17.shoal.v1.SequenceStart\"\xc4\x01\n\rSequenceStart\x12*\n\x08sampling\x18\x01 \x01(\x0b\x32\x18.shoal.v1.SamplingParams\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x14\n\x0c\x62lock_hashes\x18\x04 \x03(\x0c\x12\x13\n\x0bis_kv_exact\x18\x05 \x01(\x08\x12\x10\n\x08trail_id\x18\x06 \x01(\x0c\x12\x18\n\x10\x61nswer_token_ids\x18\x07 \x03(\r\"j\n\nStepResult\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12&\n\x06tokens\x18\x02 \x03(\x0b\x32\x16.shoal.v1.SampledToken\x12\x13\n\x0b\x62urst_steps\x18\x03 \x01(\r\x12\x11\n\tstamps_ns\x18\x04 \x03(\x04\"r\n\x0cSampledToken\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x10\n\x08token_id\x18\x03 \x01(\r\x12)\n\x08logprobs\x18\x04 \x01(\x0b\x32\x17.shoal.v1.TokenLogprobs\"E\n\x0bSequenceRef\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x13\n\x0bwill_resume\x18\x03 \x01(\x08\"2\n\x06\x43\x61ncel\x12(\n\tsequences\x18\x01 \x03(\x0b\x32\x15.shoal.v1.SequenceRef\"J\n\nStepFailed\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\r\n\x05stage\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\"\xc5\x01\n\x07Restore\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x03(\x0c\x12\x15\n\ris_exact_only\x18\x04 \x01(\x08\x12\x18\n\x10\x66\x65tch_timeout_ms\x18\x05 \x01(\x01\x12*\n\x08restored\x18\x06 \x01(\x0b\x32\x18.shoal.v1.RestoredBlocks\x12\x10\n\x08trail_id\x18\x07 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x08 \x01(\r\"q\n\x0eRestoredBlocks\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x16\n\x0enum_from_redis\x18\x02 \x01(\r\x12\r\n\x05\x63odec\x18\x03 \x01(\t\x12\x10\n\x08is_exact\x18\x04 \x01(\x08\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\"K\n\x08Restored\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12*\n\x08restored\x18\x02 \x01(\x0b\x32\x18.shoal.v1.RestoredBlocks\"F\n\x08Prefetch\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\x12\n\ntimeout_ms\x18\x02 \x01(\x01\x12\x10\n\x08is_ahead\x18\x03 \x01(\x08\"1\n\nKeepBlocks\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\r\n\x05ttl_s\x18\x02 \x01(\x01\"$\n\x0c\x46orgetBlocks\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c*Q\n\x0f\x41\x63tivationDtype\x12 \n\x1c\x41\x43TIVATION_DTYPE_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x41\x43TIVATION_DTYPE_FLOAT32\x10\x01\x32H\n\x0b\x46lowService\x12\x39\n\x04\x46low\x12\x15.shoal.v1.FlowRequest\x1a\x16.shoal.v1.FlowResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'shoal.v1.flow_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ACTIVATIONDTYPE']._serialized_start=2119
-  _globals['_ACTIVATIONDTYPE']._serialized_end=2200
+  _globals['_ACTIVATIONDTYPE']._serialized_start=2242
+  _globals['_ACTIVATIONDTYPE']._serialized_end=2323
   _globals['_FLOWREQUEST']._serialized_start=55
   _globals['_FLOWREQUEST']._serialized_end=100
   _globals['_FLOWRESPONSE']._serialized_start=102
@@ -47,29 +47,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STEPROW']._serialized_start=927
   _globals['_STEPROW']._serialized_end=1065
   _globals['_SEQUENCESTART']._serialized_start=1068
-  _globals['_SEQUENCESTART']._serialized_end=1220
-  _globals['_STEPRESULT']._serialized_start=1222
-  _globals['_STEPRESULT']._serialized_end=1328
-  _globals['_SAMPLEDTOKEN']._serialized_start=1330
-  _globals['_SAMPLEDTOKEN']._serialized_end=1444
-  _globals['_SEQUENCEREF']._serialized_start=1446
-  _globals['_SEQUENCEREF']._serialized_end=1494
-  _globals['_CANCEL']._serialized_start=1496
-  _globals['_CANCEL']._serialized_end=1546
-  _globals['_STEPFAILED']._serialized_start=1548
-  _globals['_STEPFAILED']._serialized_end=1622
-  _globals['_RESTORE']._serialized_start=1625
-  _globals['_RESTORE']._serialized_end=1784
-  _globals['_RESTOREDBLOCKS']._serialized_start=1786
-  _globals['_RESTOREDBLOCKS']._serialized_end=1879
-  _globals['_RESTORED']._serialized_start=1881
-  _globals['_RESTORED']._serialized_end=1956
-  _globals['_PREFETCH']._serialized_start=1958
-  _globals['_PREFETCH']._serialized_end=2028
-  _globals['_KEEPBLOCKS']._serialized_start=2030
-  _globals['_KEEPBLOCKS']._serialized_end=2079
-  _globals['_FORGETBLOCKS']._serialized_start=2081
-  _globals['_FORGETBLOCKS']._serialized_end=2117
-  _globals['_FLOWSERVICE']._serialized_start=2202
-  _globals['_FLOWSERVICE']._serialized_end=2274
+  _globals['_SEQUENCESTART']._serialized_end=1264
+  _globals['_STEPRESULT']._serialized_start=1266
+  _globals['_STEPRESULT']._serialized_end=1372
+  _globals['_SAMPLEDTOKEN']._serialized_start=1374
+  _globals['_SAMPLEDTOKEN']._serialized_end=1488
+  _globals['_SEQUENCEREF']._serialized_start=1490
+  _globals['_SEQUENCEREF']._serialized_end=1559
+  _globals['_CANCEL']._serialized_start=1561
+  _globals['_CANCEL']._serialized_end=1611
+  _globals['_STEPFAILED']._serialized_start=1613
+  _globals['_STEPFAILED']._serialized_end=1687
+  _globals['_RESTORE']._serialized_start=1690
+  _globals['_RESTORE']._serialized_end=1887
+  _globals['_RESTOREDBLOCKS']._serialized_start=1889
+  _globals['_RESTOREDBLOCKS']._serialized_end=2002
+  _globals['_RESTORED']._serialized_start=2004
+  _globals['_RESTORED']._serialized_end=2079
+  _globals['_PREFETCH']._serialized_start=2081
+  _globals['_PREFETCH']._serialized_end=2151
+  _globals['_KEEPBLOCKS']._serialized_start=2153
+  _globals['_KEEPBLOCKS']._serialized_end=2202
+  _globals['_FORGETBLOCKS']._serialized_start=2204
+  _globals['_FORGETBLOCKS']._serialized_end=2240
+  _globals['_FLOWSERVICE']._serialized_start=2325
+  _globals['_FLOWSERVICE']._serialized_end=2397
 # @@protoc_insertion_point(module_scope)

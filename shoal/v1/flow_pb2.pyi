@@ -106,18 +106,22 @@ class StepRow(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., slot: _Optional[int] = ..., position: _Optional[int] = ..., num_tokens: _Optional[int] = ..., sample: _Optional[bool] = ..., start: _Optional[_Union[SequenceStart, _Mapping]] = ...) -> None: ...
 
 class SequenceStart(_message.Message):
-    __slots__ = ("sampling", "prompt_token_ids", "stop_token_ids", "block_hashes", "is_kv_exact")
+    __slots__ = ("sampling", "prompt_token_ids", "stop_token_ids", "block_hashes", "is_kv_exact", "trail_id", "answer_token_ids")
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     IS_KV_EXACT_FIELD_NUMBER: _ClassVar[int]
+    TRAIL_ID_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     sampling: _types_pb2.SamplingParams
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
     is_kv_exact: bool
-    def __init__(self, sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., is_kv_exact: _Optional[bool] = ...) -> None: ...
+    trail_id: bytes
+    answer_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., is_kv_exact: _Optional[bool] = ..., trail_id: _Optional[bytes] = ..., answer_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepResult(_message.Message):
     __slots__ = ("step", "tokens", "burst_steps", "stamps_ns")
@@ -144,12 +148,14 @@ class SampledToken(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., position: _Optional[int] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_types_pb2.TokenLogprobs, _Mapping]] = ...) -> None: ...
 
 class SequenceRef(_message.Message):
-    __slots__ = ("sequence_id", "slot")
+    __slots__ = ("sequence_id", "slot", "will_resume")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
+    WILL_RESUME_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     slot: int
-    def __init__(self, sequence_id: _Optional[int] = ..., slot: _Optional[int] = ...) -> None: ...
+    will_resume: bool
+    def __init__(self, sequence_id: _Optional[int] = ..., slot: _Optional[int] = ..., will_resume: _Optional[bool] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("sequences",)
@@ -170,32 +176,38 @@ class StepFailed(_message.Message):
     def __init__(self, step: _Optional[int] = ..., stage: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Restore(_message.Message):
-    __slots__ = ("sequence_id", "slot", "block_hashes", "is_exact_only", "fetch_timeout_ms", "restored")
+    __slots__ = ("sequence_id", "slot", "block_hashes", "is_exact_only", "fetch_timeout_ms", "restored", "trail_id", "num_tokens")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     IS_EXACT_ONLY_FIELD_NUMBER: _ClassVar[int]
     FETCH_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     RESTORED_FIELD_NUMBER: _ClassVar[int]
+    TRAIL_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     slot: int
     block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
     is_exact_only: bool
     fetch_timeout_ms: float
     restored: RestoredBlocks
-    def __init__(self, sequence_id: _Optional[int] = ..., slot: _Optional[int] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., is_exact_only: _Optional[bool] = ..., fetch_timeout_ms: _Optional[float] = ..., restored: _Optional[_Union[RestoredBlocks, _Mapping]] = ...) -> None: ...
+    trail_id: bytes
+    num_tokens: int
+    def __init__(self, sequence_id: _Optional[int] = ..., slot: _Optional[int] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., is_exact_only: _Optional[bool] = ..., fetch_timeout_ms: _Optional[float] = ..., restored: _Optional[_Union[RestoredBlocks, _Mapping]] = ..., trail_id: _Optional[bytes] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class RestoredBlocks(_message.Message):
-    __slots__ = ("num_blocks", "num_from_redis", "codec", "is_exact")
+    __slots__ = ("num_blocks", "num_from_redis", "codec", "is_exact", "num_tokens")
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_FROM_REDIS_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     IS_EXACT_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     num_from_redis: int
     codec: str
     is_exact: bool
-    def __init__(self, num_blocks: _Optional[int] = ..., num_from_redis: _Optional[int] = ..., codec: _Optional[str] = ..., is_exact: _Optional[bool] = ...) -> None: ...
+    num_tokens: int
+    def __init__(self, num_blocks: _Optional[int] = ..., num_from_redis: _Optional[int] = ..., codec: _Optional[str] = ..., is_exact: _Optional[bool] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class Restored(_message.Message):
     __slots__ = ("sequence_id", "restored")

@@ -25,17 +25,17 @@ _sym_db = _symbol_database.Default()
 from shoal.v1 import types_pb2 as shoal_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18shoal/v1/inference.proto\x12\x08shoal.v1\x1a\x14shoal/v1/types.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"4\n\tChatInput\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.shoal.v1.ChatMessage\"\x1f\n\nTokenInput\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xd9\x04\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12#\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x13.shoal.v1.ChatInputH\x00\x12&\n\x06tokens\x18\x04 \x01(\x0b\x32\x14.shoal.v1.TokenInputH\x00\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.shoal.v1.SamplingParams\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12%\n\tqos_class\x18\t \x01(\x0e\x32\x12.shoal.v1.QosClass\x12\x12\n\nrequest_id\x18\n \x01(\t\x12\x0e\n\x06tenant\x18\x0b \x01(\t\x12\x1d\n\x10max_tokens_per_s\x18\x0c \x01(\x01H\x02\x88\x01\x01\x12\x1b\n\x0ettft_target_ms\x18\r \x01(\x01H\x03\x88\x01\x01\x12\"\n\x15inter_token_target_ms\x18\x0e \x01(\x01H\x04\x88\x01\x01\x12\x12\n\nsession_id\x18\x0f \x01(\t\x12#\n\x08kv_reuse\x18\x10 \x01(\x0e\x32\x11.shoal.v1.KVReuse\x12\x33\n\x10\x63ontext_overflow\x18\x11 \x01(\x0e\x32\x19.shoal.v1.ContextOverflowB\x07\n\x05inputB\r\n\x0b_max_tokensB\x13\n\x11_max_tokens_per_sB\x11\n\x0f_ttft_target_msB\x18\n\x16_inter_token_target_ms\"]\n\x08\x43\x61\x63heUse\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x66rom_redis_tokens\x18\x02 \x01(\r\x12\r\n\x05\x63odec\x18\x03 \x01(\t\x12\x10\n\x08is_exact\x18\x04 \x01(\x08\"\x8d\x01\n\x10GenerateResponse\x12&\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x12.shoal.v1.AcceptedH\x00\x12 \n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x0f.shoal.v1.DeltaH\x00\x12&\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x12.shoal.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"j\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x16\n\x0e\x64ropped_tokens\x18\x05 \x01(\r\"b\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12)\n\x08logprobs\x18\x04 \x03(\x0b\x32\x17.shoal.v1.TokenLogprobs\"\x9f\x02\n\x08\x46inished\x12-\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x16.shoal.v1.FinishReason\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\x12\x0f\n\x07ttft_ms\x18\x04 \x01(\x01\x12\x14\n\x0ctokens_per_s\x18\x05 \x01(\x01\x12(\n\x08pipeline\x18\x06 \x03(\x0b\x32\x16.shoal.v1.StageSummary\x12\x13\n\x0bpipeline_id\x18\x07 \x01(\t\x12\x10\n\x08queue_ms\x18\x08 \x01(\x01\x12\x17\n\x0fnum_preemptions\x18\t \x01(\r\x12!\n\x05\x63\x61\x63he\x18\n \x01(\x0b\x32\x12.shoal.v1.CacheUse\"W\n\x0cStageSummary\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12$\n\x06layers\x18\x02 \x01(\x0b\x32\x14.shoal.v1.LayerRange\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\"\x13\n\x11ListModelsRequest\"}\n\x0cModelSummary\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x05 \x01(\r\x12\r\n\x05ready\x18\x06 \x01(\x08\"<\n\x12ListModelsResponse\x12&\n\x06models\x18\x01 \x03(\x0b\x32\x16.shoal.v1.ModelSummary\"\x9f\x01\n\x11\x41nticipateRequest\x12\x10\n\x06prompt\x18\x01 \x01(\tH\x00\x12#\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x13.shoal.v1.ChatInputH\x00\x12&\n\x06tokens\x18\x03 \x01(\x0b\x32\x14.shoal.v1.TokenInputH\x00\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\x12\n\nsession_id\x18\x05 \x01(\tB\x07\n\x05input\">\n\x12\x41nticipateResponse\x12\x14\n\x0cnum_prefixes\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r*P\n\x0f\x43ontextOverflow\x12 \n\x1c\x43ONTEXT_OVERFLOW_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x43ONTEXT_OVERFLOW_WINDOW\x10\x01*J\n\x07KVReuse\x12\x18\n\x14KV_REUSE_UNSPECIFIED\x10\x00\x12\x12\n\x0eKV_REUSE_EXACT\x10\x01\x12\x11\n\rKV_REUSE_NONE\x10\x02\x32\xe9\x01\n\x10InferenceService\x12\x43\n\x08Generate\x12\x19.shoal.v1.GenerateRequest\x1a\x1a.shoal.v1.GenerateResponse0\x01\x12G\n\nListModels\x12\x1b.shoal.v1.ListModelsRequest\x1a\x1c.shoal.v1.ListModelsResponse\x12G\n\nAnticipate\x12\x1b.shoal.v1.AnticipateRequest\x1a\x1c.shoal.v1.AnticipateResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18shoal/v1/inference.proto\x12\x08shoal.v1\x1a\x14shoal/v1/types.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"4\n\tChatInput\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.shoal.v1.ChatMessage\"\x1f\n\nTokenInput\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xd9\x04\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12#\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x13.shoal.v1.ChatInputH\x00\x12&\n\x06tokens\x18\x04 \x01(\x0b\x32\x14.shoal.v1.TokenInputH\x00\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.shoal.v1.SamplingParams\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12%\n\tqos_class\x18\t \x01(\x0e\x32\x12.shoal.v1.QosClass\x12\x12\n\nrequest_id\x18\n \x01(\t\x12\x0e\n\x06tenant\x18\x0b \x01(\t\x12\x1d\n\x10max_tokens_per_s\x18\x0c \x01(\x01H\x02\x88\x01\x01\x12\x1b\n\x0ettft_target_ms\x18\r \x01(\x01H\x03\x88\x01\x01\x12\"\n\x15inter_token_target_ms\x18\x0e \x01(\x01H\x04\x88\x01\x01\x12\x12\n\nsession_id\x18\x0f \x01(\t\x12#\n\x08kv_reuse\x18\x10 \x01(\x0e\x32\x11.shoal.v1.KVReuse\x12\x33\n\x10\x63ontext_overflow\x18\x11 \x01(\x0e\x32\x19.shoal.v1.ContextOverflowB\x07\n\x05inputB\r\n\x0b_max_tokensB\x13\n\x11_max_tokens_per_sB\x11\n\x0f_ttft_target_msB\x18\n\x16_inter_token_target_ms\"]\n\x08\x43\x61\x63heUse\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x66rom_redis_tokens\x18\x02 \x01(\r\x12\r\n\x05\x63odec\x18\x03 \x01(\t\x12\x10\n\x08is_exact\x18\x04 \x01(\x08\"\x8d\x01\n\x10GenerateResponse\x12&\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x12.shoal.v1.AcceptedH\x00\x12 \n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x0f.shoal.v1.DeltaH\x00\x12&\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x12.shoal.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"j\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x16\n\x0e\x64ropped_tokens\x18\x05 \x01(\r\"b\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12)\n\x08logprobs\x18\x04 \x03(\x0b\x32\x17.shoal.v1.TokenLogprobs\"\xd4\x02\n\x08\x46inished\x12-\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x16.shoal.v1.FinishReason\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\x12\x0f\n\x07ttft_ms\x18\x04 \x01(\x01\x12\x14\n\x0ctokens_per_s\x18\x05 \x01(\x01\x12(\n\x08pipeline\x18\x06 \x03(\x0b\x32\x16.shoal.v1.StageSummary\x12\x13\n\x0bpipeline_id\x18\x07 \x01(\t\x12\x10\n\x08queue_ms\x18\x08 \x01(\x01\x12\x17\n\x0fnum_preemptions\x18\t \x01(\r\x12!\n\x05\x63\x61\x63he\x18\n \x01(\x0b\x32\x12.shoal.v1.CacheUse\x12\x16\n\x0enum_recoveries\x18\x0b \x01(\r\x12\x1b\n\x13has_changed_kernels\x18\x0c \x01(\x08\"W\n\x0cStageSummary\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12$\n\x06layers\x18\x02 \x01(\x0b\x32\x14.shoal.v1.LayerRange\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\"\x13\n\x11ListModelsRequest\"}\n\x0cModelSummary\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x05 \x01(\r\x12\r\n\x05ready\x18\x06 \x01(\x08\"<\n\x12ListModelsResponse\x12&\n\x06models\x18\x01 \x03(\x0b\x32\x16.shoal.v1.ModelSummary\"G\n\rResumeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\">\n\x0eResumeResponse\x12,\n\x08response\x18\x01 \x01(\x0b\x32\x1a.shoal.v1.GenerateResponse\"\x9f\x01\n\x11\x41nticipateRequest\x12\x10\n\x06prompt\x18\x01 \x01(\tH\x00\x12#\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x13.shoal.v1.ChatInputH\x00\x12&\n\x06tokens\x18\x03 \x01(\x0b\x32\x14.shoal.v1.TokenInputH\x00\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\x12\n\nsession_id\x18\x05 \x01(\tB\x07\n\x05input\">\n\x12\x41nticipateResponse\x12\x14\n\x0cnum_prefixes\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r*P\n\x0f\x43ontextOverflow\x12 \n\x1c\x43ONTEXT_OVERFLOW_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x43ONTEXT_OVERFLOW_WINDOW\x10\x01*J\n\x07KVReuse\x12\x18\n\x14KV_REUSE_UNSPECIFIED\x10\x00\x12\x12\n\x0eKV_REUSE_EXACT\x10\x01\x12\x11\n\rKV_REUSE_NONE\x10\x02\x32\xa8\x02\n\x10InferenceService\x12\x43\n\x08Generate\x12\x19.shoal.v1.GenerateRequest\x1a\x1a.shoal.v1.GenerateResponse0\x01\x12G\n\nListModels\x12\x1b.shoal.v1.ListModelsRequest\x1a\x1c.shoal.v1.ListModelsResponse\x12=\n\x06Resume\x12\x17.shoal.v1.ResumeRequest\x1a\x18.shoal.v1.ResumeResponse0\x01\x12G\n\nAnticipate\x12\x1b.shoal.v1.AnticipateRequest\x1a\x1c.shoal.v1.AnticipateResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'shoal.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CONTEXTOVERFLOW']._serialized_start=2059
-  _globals['_CONTEXTOVERFLOW']._serialized_end=2139
-  _globals['_KVREUSE']._serialized_start=2141
-  _globals['_KVREUSE']._serialized_end=2215
+  _globals['_CONTEXTOVERFLOW']._serialized_start=2249
+  _globals['_CONTEXTOVERFLOW']._serialized_end=2329
+  _globals['_KVREUSE']._serialized_start=2331
+  _globals['_KVREUSE']._serialized_end=2405
   _globals['_CHATMESSAGE']._serialized_start=60
   _globals['_CHATMESSAGE']._serialized_end=104
   _globals['_CHATINPUT']._serialized_start=106
@@ -53,19 +53,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DELTA']._serialized_start=1144
   _globals['_DELTA']._serialized_end=1242
   _globals['_FINISHED']._serialized_start=1245
-  _globals['_FINISHED']._serialized_end=1532
-  _globals['_STAGESUMMARY']._serialized_start=1534
-  _globals['_STAGESUMMARY']._serialized_end=1621
-  _globals['_LISTMODELSREQUEST']._serialized_start=1623
-  _globals['_LISTMODELSREQUEST']._serialized_end=1642
-  _globals['_MODELSUMMARY']._serialized_start=1644
-  _globals['_MODELSUMMARY']._serialized_end=1769
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1771
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1831
-  _globals['_ANTICIPATEREQUEST']._serialized_start=1834
-  _globals['_ANTICIPATEREQUEST']._serialized_end=1993
-  _globals['_ANTICIPATERESPONSE']._serialized_start=1995
-  _globals['_ANTICIPATERESPONSE']._serialized_end=2057
-  _globals['_INFERENCESERVICE']._serialized_start=2218
-  _globals['_INFERENCESERVICE']._serialized_end=2451
+  _globals['_FINISHED']._serialized_end=1585
+  _globals['_STAGESUMMARY']._serialized_start=1587
+  _globals['_STAGESUMMARY']._serialized_end=1674
+  _globals['_LISTMODELSREQUEST']._serialized_start=1676
+  _globals['_LISTMODELSREQUEST']._serialized_end=1695
+  _globals['_MODELSUMMARY']._serialized_start=1697
+  _globals['_MODELSUMMARY']._serialized_end=1822
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1824
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1884
+  _globals['_RESUMEREQUEST']._serialized_start=1886
+  _globals['_RESUMEREQUEST']._serialized_end=1957
+  _globals['_RESUMERESPONSE']._serialized_start=1959
+  _globals['_RESUMERESPONSE']._serialized_end=2021
+  _globals['_ANTICIPATEREQUEST']._serialized_start=2024
+  _globals['_ANTICIPATEREQUEST']._serialized_end=2183
+  _globals['_ANTICIPATERESPONSE']._serialized_start=2185
+  _globals['_ANTICIPATERESPONSE']._serialized_end=2247
+  _globals['_INFERENCESERVICE']._serialized_start=2408
+  _globals['_INFERENCESERVICE']._serialized_end=2704
 # @@protoc_insertion_point(module_scope)

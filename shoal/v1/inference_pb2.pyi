@@ -131,7 +131,7 @@ class Delta(_message.Message):
     def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("finish_reason", "prompt_tokens", "completion_tokens", "ttft_ms", "tokens_per_s", "pipeline", "pipeline_id", "queue_ms", "num_preemptions", "cache")
+    __slots__ = ("finish_reason", "prompt_tokens", "completion_tokens", "ttft_ms", "tokens_per_s", "pipeline", "pipeline_id", "queue_ms", "num_preemptions", "cache", "num_recoveries", "has_changed_kernels")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -142,6 +142,8 @@ class Finished(_message.Message):
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECOVERIES_FIELD_NUMBER: _ClassVar[int]
+    HAS_CHANGED_KERNELS_FIELD_NUMBER: _ClassVar[int]
     finish_reason: _types_pb2.FinishReason
     prompt_tokens: int
     completion_tokens: int
@@ -152,7 +154,9 @@ class Finished(_message.Message):
     queue_ms: float
     num_preemptions: int
     cache: CacheUse
-    def __init__(self, finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., ttft_ms: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., pipeline: _Optional[_Iterable[_Union[StageSummary, _Mapping]]] = ..., pipeline_id: _Optional[str] = ..., queue_ms: _Optional[float] = ..., num_preemptions: _Optional[int] = ..., cache: _Optional[_Union[CacheUse, _Mapping]] = ...) -> None: ...
+    num_recoveries: int
+    has_changed_kernels: bool
+    def __init__(self, finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., ttft_ms: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., pipeline: _Optional[_Iterable[_Union[StageSummary, _Mapping]]] = ..., pipeline_id: _Optional[str] = ..., queue_ms: _Optional[float] = ..., num_preemptions: _Optional[int] = ..., cache: _Optional[_Union[CacheUse, _Mapping]] = ..., num_recoveries: _Optional[int] = ..., has_changed_kernels: _Optional[bool] = ...) -> None: ...
 
 class StageSummary(_message.Message):
     __slots__ = ("worker_id", "layers", "device")
@@ -189,6 +193,22 @@ class ListModelsResponse(_message.Message):
     MODELS_FIELD_NUMBER: _ClassVar[int]
     models: _containers.RepeatedCompositeFieldContainer[ModelSummary]
     def __init__(self, models: _Optional[_Iterable[_Union[ModelSummary, _Mapping]]] = ...) -> None: ...
+
+class ResumeRequest(_message.Message):
+    __slots__ = ("request_id", "tenant", "num_tokens")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    tenant: str
+    num_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
+class ResumeResponse(_message.Message):
+    __slots__ = ("response",)
+    RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    response: GenerateResponse
+    def __init__(self, response: _Optional[_Union[GenerateResponse, _Mapping]] = ...) -> None: ...
 
 class AnticipateRequest(_message.Message):
     __slots__ = ("prompt", "chat", "tokens", "tenant", "session_id")

@@ -45,6 +45,11 @@ class InferenceServiceStub:
                 request_serializer=shoal_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=shoal_dot_v1_dot_inference__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
+        self.Resume = channel.unary_stream(
+                '/shoal.v1.InferenceService/Resume',
+                request_serializer=shoal_dot_v1_dot_inference__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=shoal_dot_v1_dot_inference__pb2.ResumeResponse.FromString,
+                _registered_method=True)
         self.Anticipate = channel.unary_unary(
                 '/shoal.v1.InferenceService/Anticipate',
                 request_serializer=shoal_dot_v1_dot_inference__pb2.AnticipateRequest.SerializeToString,
@@ -70,6 +75,13 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Resume(self, request, context):
+        """Goes on with the answer of a request whose stream broke off, as when the orchestrator was restarted.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Anticipate(self, request, context):
         """Has workers fetch KV from Redis that a prompt that is still being typed will probably begin with. Computes nothing.
         """
@@ -89,6 +101,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.ListModels,
                     request_deserializer=shoal_dot_v1_dot_inference__pb2.ListModelsRequest.FromString,
                     response_serializer=shoal_dot_v1_dot_inference__pb2.ListModelsResponse.SerializeToString,
+            ),
+            'Resume': grpc.unary_stream_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=shoal_dot_v1_dot_inference__pb2.ResumeRequest.FromString,
+                    response_serializer=shoal_dot_v1_dot_inference__pb2.ResumeResponse.SerializeToString,
             ),
             'Anticipate': grpc.unary_unary_rpc_method_handler(
                     servicer.Anticipate,
@@ -151,6 +168,33 @@ class InferenceService:
             '/shoal.v1.InferenceService/ListModels',
             shoal_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
             shoal_dot_v1_dot_inference__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/shoal.v1.InferenceService/Resume',
+            shoal_dot_v1_dot_inference__pb2.ResumeRequest.SerializeToString,
+            shoal_dot_v1_dot_inference__pb2.ResumeResponse.FromString,
             options,
             channel_credentials,
             insecure,
