@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 from typer.main import get_command
 
-from cli import ask, demo, explain, kv, load, models, serve, sessions, show
+from cli import ask, demo, devices, explain, kv, load, models, plan, serve, sessions, show
 from cli.terminal import report
 from shoal.errors import ShoalError
 
@@ -33,7 +33,11 @@ app.command("up")(serve.up)
 app.command("generate")(ask.generate)
 app.command("chat")(ask.chat)
 app.command("status")(show.status)
+app.command("plan")(plan.plan)
 app.command("explain")(explain.explain)
+app.command("drain")(devices.drain)
+app.command("cordon")(devices.cordon)
+app.command("uncordon")(devices.uncordon)
 app.command("kv")(kv.kv)
 app.command("warm")(kv.warm)
 app.add_typer(sessions.app, name="sessions")

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from modelstore.graph import build_shard_graph, shard_blobs
 from modelstore.manifest import Manifest
-from orchestrator.core.placement import ModelFootprint, Placement
+from orchestrator.core.footprint import ModelFootprint
+from orchestrator.core.placement import Placement
 from shoal import messages
 from shoal.types import ShardShape
 from shoal.v1 import fleet_pb2
@@ -26,6 +27,7 @@ def footprint(manifest: Manifest) -> ModelFootprint:
         context_tokens=config.context_tokens,
         is_head_tied=config.is_head_tied,
         shared_bytes=manifest.rope.num_bytes,
+        activation_bytes=4 * config.hidden_size,
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, get_type_hints
 from platformdirs import user_data_path
 
 from shoal.errors import ConfigError
-from shoal.types import DeviceMode, QosClass
+from shoal.types import DeviceMode, Objective, QosClass
 
 DEFAULT_PORT = 50070
 MAX_PORT = 65535
@@ -107,8 +107,15 @@ class OrchestratorConfig:
     tenant_weights: str = field(
         default="", metadata=_help("Shares of tenants under load, as gold=4,free=1; 1 for those not named.")
     )
+    objective: str = field(
+        default="throughput",
+        metadata=_help("What plans are good for: latency (a lone stream), throughput, or mixed (both).", at_least=1),
+    )
     replicas: int = field(
-        default=1, metadata=_help("Pipelines to make of the devices not kept for latency.", at_least=1, at_most=64)
+        default=1,
+        metadata=_help(
+            "Pipelines of the devices not kept for latency; 0: as many as give most tokens.", at_least=0, at_most=64
+        ),
     )
     ttft_ms: float = field(
         default=2000.0,
@@ -136,6 +143,7 @@ class OrchestratorConfig:
     def __post_init__(self) -> None:
         _check_ranges(self)
         _check_choice("qos", self.qos, [qos.value for qos in QosClass])
+        _check_choice("objective", self.objective, [objective.value for objective in Objective])
         if self.lease_s <= self.heartbeat_s:
             raise ConfigError(
                 f"lease_s = {self.lease_s} must be more than heartbeat_s = {self.heartbeat_s}, or every device is lost "

@@ -40,6 +40,14 @@ class DeviceMode(Enum):
     THROUGHPUT = "throughput"
 
 
+class Objective(Enum):
+    """What a plan is good for: a lone stream's tokens, tokens of many streams, or a pipeline for each."""
+
+    LATENCY = "latency"
+    THROUGHPUT = "throughput"
+    MIXED = "mixed"
+
+
 class ThermalState(Enum):
     """How much a device is to be spared: by heat, by its battery, or because other programs need it."""
 
@@ -271,6 +279,7 @@ class Telemetry:
 
     cpu_load, other_load: shares of its processors that the worker and that other programs take. temperature_c and
     battery_percent: None where there is no such sensor. clock: share of the base clock that heat leaves (emulated devices).
+    busy_s: how long the compute thread has been at what it does now; 0: it waits.
     """
 
     rss_bytes: int = 0
@@ -284,6 +293,7 @@ class Telemetry:
     other_load: float = 0.0
     clock: float = 1.0
     kv_tiers: tuple[KVTierStatus, ...] = ()
+    busy_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
 
-from orchestrator.core.limits import PREFILL_ROOM_TOKENS, Pace, SchedulerLimits
+from orchestrator.core.limits import PREFILL_ROOM_TOKENS, Pace, SchedulerLimits, even_rows
 from orchestrator.core.qos import CLASSES, PATIENCE_S, PRIORITY
 from orchestrator.core.sequence import RunId, Sequence
 from orchestrator.core.step_time import StepTimes
@@ -28,8 +28,6 @@ GAP_SLACK = 1.25
 # How long a row may be held for the sake of higher classes: for as long as its class aims at by default, or, without an
 # aim, long enough to spare others a step in ten and short enough that a reader sees it go on.
 HELD_S = {QosClass.LATENCY: 0.0, QosClass.BALANCED: 0.1, QosClass.THROUGHPUT: 1.0}
-# Kernels take one row as if it were two.
-LEAST_ROWS = 2
 # With more streams than this, bursts are short: who comes new waits for their end, and they gain less. They still spare each
 # micro-batch the way through the orchestrator, which is a bubble where stages are about equally fast.
 FEW_SEQUENCES = 2
@@ -227,11 +225,7 @@ class Decoding:
 
     def _even_rows(self, num_shared: int) -> int:
         """The rows of a batch if so many sequences decode: few small ones where large ones would leave stages idle."""
-        share = -(-num_shared // self._limits.num_stages)
-        num_rows = max(self._limits.min_rows, share)
-        if -(-num_shared // num_rows) < self._limits.num_stages:
-            num_rows = max(share, LEAST_ROWS)
-        return min(num_rows, self.max_rows)
+        return even_rows(num_shared, self._limits.num_stages, self.max_rows, self._limits.min_rows)
 
     def _joinable_rows(self, qos: QosClass, moment: Moment) -> int:
         """Up to how many rows a batch may have with one of this class among them, for the sake of higher ones."""

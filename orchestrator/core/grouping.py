@@ -1,41 +1,29 @@
 """Decides which workers make a pipeline together, and when pipelines that serve may be made anew.
 
 Devices kept for latency stand alone where the model fits them; the others share it, in as many replicas as are wanted and
-can be had. A pure function of the workers there are: `placement` cuts the layers within each pipeline. It does not know
-who is loaded or linked; the control task calls it whenever the workers that can be used have changed.
+can be had. A pure function of the workers there are: `pipelines` places each of them. It does not know who is loaded or
+linked; the control task calls it whenever the workers that can be used have changed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 
-from orchestrator.core.placement import ModelFootprint, Placement, Worker, place
-from shoal.errors import ConfigError, PlacementImpossible
-from shoal.types import DeviceMode, PipelineId, WorkerId
+from orchestrator.core.demand import Demand
+from orchestrator.core.figures import DeviceFigures, FleetFigures
+from orchestrator.core.footprint import ModelFootprint
+from orchestrator.core.pipelines import Placed, can_hold, find_one, place_one
+from orchestrator.core.placement import Placement
+from orchestrator.core.solver import MAX_EXACT_DEVICES
+from shoal.errors import PlacementImpossible
+from shoal.types import DeviceMode, Objective, PipelineId, WorkerId
 
-
-@dataclass(frozen=True, slots=True)
-class GroupingRules:
-    """What the operator wants.
-
-    num_slots, context_tokens: of each pipeline. split: layers of each stage of the one shared pipeline, see `place`.
-    replicas: pipelines to make of the devices not kept for latency; fewer if these do not suffice.
-    """
-
-    num_slots: int
-    context_tokens: int = 0
-    split: tuple[int, ...] | None = None
-    replicas: int = 1
-
-    def __post_init__(self) -> None:
-        if self.split is not None and self.replicas > 1:
-            raise ConfigError(
-                f"split gives the stages of one pipeline, replicas = {self.replicas} asks for more: leave out one of them",
-                field="split",
-            )
+# The fastest of the devices are tried as the pipeline for latency of a mixed plan.
+NUM_FASTEST = 3
+# More replicas are tried until this many numbers of them in a row are not better.
+MAX_WORSE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,124 +43,220 @@ class Plan:
         return self.meanwhile if ends_busy else self.best
 
 
-def plan(model: ModelFootprint, workers: Sequence[Worker], in_force: Sequence[Placement], rules: GroupingRules) -> Plan:
+def plan(model: ModelFootprint, fleet: FleetFigures, in_force: Sequence[Placement], demand: Demand) -> Plan:
     """Plan for all workers that can be used. A placement that need not change keeps its id, hence what it has loaded.
 
     Raises PlacementImpossible if all of them together cannot hold the model, and ConfigError.
     """
-    best = place_all(model, workers, rules)
-    return Plan(tuple(in_force), _with_ids_kept(best, in_force), (*in_force, *_beside(model, workers, in_force, rules)))
+    best = place_all(model, fleet, demand)
+    if not in_force:
+        return Plan((), best, best)
+    beside = _beside(model, fleet, in_force, demand)
+    return Plan(tuple(in_force), _with_ids_kept(best, in_force), (*in_force, *beside))
 
 
-def place_all(model: ModelFootprint, workers: Sequence[Worker], rules: GroupingRules) -> tuple[Placement, ...]:
+def place_all(model: ModelFootprint, fleet: FleetFigures, demand: Demand) -> tuple[Placement, ...]:
     """Make pipelines of workers: first those that share the layers, then devices of mode LATENCY by themselves.
 
     A LATENCY device that cannot hold the model alone is one of the others. If the others cannot hold it either, LATENCY
-    devices are drafted, slowest first, as few as will do. Stages are in the order of the workers' ids.
-    Raises PlacementImpossible and ConfigError like `place`.
+    devices are drafted, slowest first, as few as will do. Raises PlacementImpossible and ConfigError like `place_one`.
     """
-    alone = _all_alone(model, workers, rules)
-    others = [worker for worker in workers if worker[0] not in alone]
-    shared: tuple[Placement, ...] = ()
-    if others or not alone or rules.split is not None:
-        drafts = [worker for worker in workers if worker[0] in alone]
-        shared = _shared_with_drafts(model, others, sorted(drafts, key=lambda one: (one[1].speed, one[0])), rules)
+    fleet = replace(fleet, devices=tuple(sorted(fleet.devices, key=_id)))
+    alone = _all_alone(model, fleet, demand)
+    others = [device for device in fleet.devices if device.worker_id not in alone]
+    shared: list[Placement] = []
+    if others or not alone or demand.split is not None:
+        drafts = [device for device in fleet.devices if device.worker_id in alone]
+        drafts.sort(key=lambda device: (-device.times.layer_at(1), device.worker_id))
+        shared = _shared_with_drafts(model, fleet, others, drafts, demand)
     used = {worker_id for placement in shared for worker_id in placement.worker_ids}
     return _numbered([*shared, *(alone[worker_id] for worker_id in sorted(alone.keys() - used))], ())
 
 
 def _beside(
-    model: ModelFootprint, workers: Sequence[Worker], in_force: Sequence[Placement], rules: GroupingRules
+    model: ModelFootprint, fleet: FleetFigures, in_force: Sequence[Placement], demand: Demand
 ) -> tuple[Placement, ...]:
     """Pipelines of the workers that are in none. One that a worker is leaving counts as missing already."""
-    ids = {worker_id for worker_id, _ in workers}
+    ids = {device.worker_id for device in fleet.devices}
     placed = {worker_id for placement in in_force for worker_id in placement.worker_ids}
-    free = [worker for worker in workers if worker[0] not in placed]
+    free = _only(fleet, [device for device in fleet.devices if device.worker_id not in placed])
     lasting = [placement for placement in in_force if ids.issuperset(placement.worker_ids)]
-    num_missing = rules.replicas - sum(placement.mode is not DeviceMode.LATENCY for placement in lasting)
+    num_missing = max(demand.replicas, 1) - sum(placement.mode is not DeviceMode.LATENCY for placement in lasting)
     if num_missing < 1:
-        return _numbered(list(_all_alone(model, free, rules).values()), in_force)
+        return _numbered(list(_all_alone(model, free, demand).values()), in_force)
     try:
-        return _numbered(place_all(model, free, replace(rules, replicas=num_missing)), in_force)
+        return _numbered(place_all(model, free, replace(demand, replicas=num_missing)), in_force)
     except PlacementImpossible:
         return ()
 
 
-def _all_alone(model: ModelFootprint, workers: Sequence[Worker], rules: GroupingRules) -> dict[WorkerId, Placement]:
+def _all_alone(model: ModelFootprint, fleet: FleetFigures, demand: Demand) -> dict[WorkerId, Placement]:
     """The pipelines of the devices that are kept for latency and can hold the model by themselves."""
     alone = {}
-    for worker_id, profile in workers:
-        if profile.mode is not DeviceMode.LATENCY:
+    for device in fleet.devices:
+        if device.profile.mode is not DeviceMode.LATENCY:
             continue
-        with suppress(PlacementImpossible):
-            placement = place(
-                model, [(worker_id, profile)], num_slots=rules.num_slots, context_tokens=rules.context_tokens
-            )
-            alone[worker_id] = replace(placement, mode=DeviceMode.LATENCY)
+        placed = find_one(model, _only(fleet, [device]), replace(demand, split=None, objective=Objective.LATENCY))
+        if placed is not None:
+            alone[device.worker_id] = replace(placed.placement, mode=DeviceMode.LATENCY)
     return alone
 
 
 def _shared_with_drafts(
-    model: ModelFootprint, others: Sequence[Worker], drafts: Sequence[Worker], rules: GroupingRules
-) -> tuple[Placement, ...]:
+    model: ModelFootprint,
+    fleet: FleetFigures,
+    others: Sequence[DeviceFigures],
+    drafts: Sequence[DeviceFigures],
+    demand: Demand,
+) -> list[Placement]:
     """The pipelines of the others, with the first of the drafts if need be; none if the drafts could do without them."""
     for num_drafted in range(len(drafts) + 1):
-        members = sorted([*others, *drafts[:num_drafted]], key=_id)
+        members = _only(fleet, sorted([*others, *drafts[:num_drafted]], key=_id))
+        is_last = num_drafted == len(drafts)
+        if not is_last and demand.split is None and not can_hold(model, members, demand.least_kv(model)):
+            continue
         try:
-            shared = _share(model, members, rules)
+            shared = [placed.placement for placed in _share(model, members, demand)]
         except PlacementImpossible:
-            if num_drafted == len(drafts):
+            if is_last:
                 raise
             continue
-        drafted = {worker_id for worker_id, _ in drafts[:num_drafted]}
-        if rules.split is None and drafted.issuperset(shared[0].worker_ids):
-            return ()
+        drafted = {device.worker_id for device in drafts[:num_drafted]}
+        if demand.split is None and drafted.issuperset(shared[0].worker_ids):
+            return []
         return shared
     raise AssertionError("the last try returns or raises")
 
 
-def _share(model: ModelFootprint, workers: Sequence[Worker], rules: GroupingRules) -> tuple[Placement, ...]:
-    """As many pipelines as are wanted and as these workers can make, each with the whole model."""
-    for num_groups in range(min(rules.replicas, len(workers)), 1, -1):
-        for rank in (_by_speed, _by_memory):
-            groups = _deal(workers, num_groups, rank)
-            try:
-                return tuple(_share_one(model, group, rules) for group in groups)
-            except PlacementImpossible:
-                continue
-    return (_share_one(model, workers, rules),)
+def _share(model: ModelFootprint, fleet: FleetFigures, demand: Demand) -> list[Placed]:
+    """The pipelines for the objective, each with the whole model."""
+    if demand.split is not None:
+        return [place_one(model, fleet, demand)]
+    match demand.objective:
+        case Objective.LATENCY:
+            return _one_after_the_other(model, fleet, demand)
+        case Objective.THROUGHPUT:
+            return _replicas(model, fleet, demand)
+        case Objective.MIXED:
+            return _for_each(model, fleet, demand)
 
 
-def _share_one(model: ModelFootprint, workers: Sequence[Worker], rules: GroupingRules) -> Placement:
-    placement = place(model, workers, num_slots=rules.num_slots, context_tokens=rules.context_tokens, split=rules.split)
-    modes = {profile.mode for worker_id, profile in workers if worker_id in placement.worker_ids}
-    return replace(placement, mode=DeviceMode.THROUGHPUT if modes == {DeviceMode.THROUGHPUT} else DeviceMode.MIXED)
+def _one_after_the_other(model: ModelFootprint, fleet: FleetFigures, demand: Demand) -> list[Placed]:
+    """The fastest pipeline for a lone stream, then the fastest of who is left, up to the number of replicas."""
+    found = [place_one(model, fleet, demand)]
+    while len(found) < demand.replicas:
+        fleet = _without(fleet, found[-1].placement.worker_ids)
+        following = find_one(model, fleet, demand)
+        if following is None:
+            break
+        found.append(following)
+    return found
+
+
+def _replicas(model: ModelFootprint, fleet: FleetFigures, demand: Demand) -> list[Placed]:
+    """As many pipelines as are wanted and as these workers can make; if no number is wanted, those with most tokens."""
+    num_devices = len(fleet.devices)
+    if demand.replicas:
+        for num_groups in range(min(demand.replicas, num_devices), 1, -1):
+            if found := _dealt(model, fleet, demand, num_groups):
+                return found
+        return [place_one(model, fleet, demand)]
+    best, num_worse = [place_one(model, fleet, demand)], 0
+    for num_groups in _group_counts(num_devices, min(num_devices, demand.num_streams)):
+        found = _dealt(model, fleet, demand, num_groups)
+        if found and _rate(found) > _rate(best) * (1 + 1e-9):
+            best, num_worse = found, 0
+        elif (num_worse := num_worse + 1) == MAX_WORSE:
+            break
+    return best
+
+
+def _group_counts(num_devices: int, most: int) -> Iterator[int]:
+    """2, 3, 4 and so on; of many devices, from 6 on each by half as large again."""
+    is_small = num_devices <= MAX_EXACT_DEVICES
+    num_groups = 2 if is_small else 6
+    while num_groups <= most:
+        yield num_groups
+        num_groups = num_groups + 1 if is_small else num_groups * 3 // 2
+
+
+def _dealt(model: ModelFootprint, fleet: FleetFigures, demand: Demand, num_groups: int) -> list[Placed]:
+    """So many pipelines of about equal speed, or else of about equal memory; none if these groups cannot hold the model."""
+    if demand.replicas == 0:
+        demand = replace(demand, num_streams=-(-demand.num_streams // num_groups))
+    is_exact = len(fleet.devices) <= MAX_EXACT_DEVICES
+    for rank in (_by_speed, _by_memory):
+        found = []
+        for group in _deal(fleet.devices, num_groups, rank):
+            placed = find_one(model, _only(fleet, group), demand, is_exact=is_exact)
+            if placed is None:
+                break
+            found.append(placed)
+        if len(found) == num_groups:
+            return found
+    return []
+
+
+def _rate(placed: Sequence[Placed]) -> float:
+    return sum(1 / one.cost_s for one in placed)
+
+
+def _for_each(model: ModelFootprint, fleet: FleetFigures, demand: Demand) -> list[Placed]:
+    """A pipeline for lone streams beside those for many, so that neither loses more of what it could have than the other.
+
+    Where the devices do not suffice for both: one for many.
+    """
+    for_many, for_lone = replace(demand, objective=Objective.THROUGHPUT), replace(demand, objective=Objective.LATENCY)
+    best: list[Placed] = []
+    best_rate = 0.0
+    fastest = sorted(fleet.devices, key=lambda device: (device.times.layer_at(1), device.worker_id))
+    fastest = fastest[: NUM_FASTEST if len(fastest) <= MAX_EXACT_DEVICES else 0]
+    for members in [fleet.devices, *([device] for device in fastest)]:
+        lone = find_one(model, _only(fleet, members), for_lone)
+        rest = _without(fleet, lone.placement.worker_ids) if lone else fleet
+        if lone is None or not can_hold(model, rest, demand.least_kv(model)):
+            continue
+        many = _replicas(model, rest, for_many)
+        if _rate(many) / lone.cost_s > best_rate * (1 + 1e-9):
+            kept = replace(lone, placement=replace(lone.placement, mode=DeviceMode.LATENCY))
+            best, best_rate = [*many, kept], _rate(many) / lone.cost_s
+    return best or _replicas(model, fleet, for_many)
 
 
 Rank = tuple[float, float]
 
 
-def _by_speed(worker: Worker) -> Rank:
-    return worker[1].speed, worker[1].memory_bytes
+def _by_speed(device: DeviceFigures) -> Rank:
+    return 1 / device.times.layer_at(1) if device.times.layer_at(1) > 0 else 0.0, device.shard_bytes
 
 
-def _by_memory(worker: Worker) -> Rank:
-    return worker[1].memory_bytes, worker[1].speed
+def _by_memory(device: DeviceFigures) -> Rank:
+    return device.shard_bytes, _by_speed(device)[0]
 
 
-def _deal(workers: Sequence[Worker], num_groups: int, rank: Callable[[Worker], Rank]) -> list[list[Worker]]:
+def _deal(
+    devices: Sequence[DeviceFigures], num_groups: int, rank: Callable[[DeviceFigures], Rank]
+) -> list[list[DeviceFigures]]:
     """Give the strongest worker left to the group that has least, so that groups come out even; sort by worker id."""
-    groups: list[list[Worker]] = [[] for _ in range(num_groups)]
+    groups: list[list[DeviceFigures]] = [[] for _ in range(num_groups)]
     sums = [(0.0, 0.0)] * num_groups
-    for worker in sorted(workers, key=lambda worker: (*(-part for part in rank(worker)), worker[0])):
+    for device in sorted(devices, key=lambda device: (*(-part for part in rank(device)), device.worker_id)):
         weakest = sums.index(min(sums))
-        groups[weakest].append(worker)
-        sums[weakest] = (sums[weakest][0] + rank(worker)[0], sums[weakest][1] + rank(worker)[1])
-    return sorted((sorted(group, key=_id) for group in groups), key=lambda group: group[0][0])
+        groups[weakest].append(device)
+        sums[weakest] = (sums[weakest][0] + rank(device)[0], sums[weakest][1] + rank(device)[1])
+    return sorted((sorted(group, key=_id) for group in groups), key=lambda group: group[0].worker_id)
 
 
-def _id(worker: Worker) -> WorkerId:
-    return worker[0]
+def _only(fleet: FleetFigures, devices: Sequence[DeviceFigures]) -> FleetFigures:
+    return replace(fleet, devices=tuple(devices))
+
+
+def _without(fleet: FleetFigures, worker_ids: Collection[WorkerId]) -> FleetFigures:
+    return _only(fleet, [device for device in fleet.devices if device.worker_id not in worker_ids])
+
+
+def _id(device: DeviceFigures) -> WorkerId:
+    return device.worker_id
 
 
 def _with_ids_kept(placements: Sequence[Placement], in_force: Sequence[Placement]) -> tuple[Placement, ...]:

@@ -10,10 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.core.grouping import GroupingRules, place_all, plan
-from orchestrator.core.placement import MIN_CONTEXT_TOKENS, Placement, Worker, place
+from orchestrator.core import grouping
+from orchestrator.core.demand import MIN_CONTEXT_TOKENS, Demand
+from orchestrator.core.figures import LinkFigures, declared_fleet
+from orchestrator.core.footprint import ModelFootprint
+from orchestrator.core.pipelines import place_one
+from orchestrator.core.placement import Placement, Worker
 from shoal.errors import ConfigError, PlacementImpossible
-from shoal.types import DeviceMode, DeviceProfile, LayerRange, PipelineId, WorkerId
+from shoal.types import DeviceMode, DeviceProfile, LayerRange, Objective, PipelineId, WorkerId
 from tests.support.builders import MIB, make_model, make_profile, make_workers
 
 MODEL = make_model()
@@ -22,8 +26,8 @@ WHOLE = 1024 * MIB
 HALF = 330 * MIB
 THIRD = 260 * MIB
 TINY = 140 * MIB
-RULES = GroupingRules(num_slots=4)
-TWO_REPLICAS = GroupingRules(num_slots=4, replicas=2)
+RULES = Demand(num_streams=16)
+TWO_REPLICAS = Demand(num_streams=16, replicas=2)
 P1, P2, P3 = PipelineId("p1"), PipelineId("p2"), PipelineId("p3")
 
 
@@ -35,15 +39,26 @@ def latency(*, memory_bytes: int = WHOLE, speed: float = 1.0) -> DeviceProfile:
     return device(DeviceMode.LATENCY, memory_bytes=memory_bytes, speed=speed)
 
 
+def place_all(model: ModelFootprint, workers: Sequence[Worker], demand: Demand) -> tuple[Placement, ...]:
+    return grouping.place_all(model, declared_fleet(model, workers), demand)
+
+
+def plan(
+    model: ModelFootprint, workers: Sequence[Worker], in_force: Sequence[Placement], demand: Demand
+) -> grouping.Plan:
+    return grouping.plan(model, declared_fleet(model, workers), in_force, demand)
+
+
 def members(placements: Sequence[Placement]) -> dict[str, tuple[str, ...]]:
-    return {one.pipeline_id: one.worker_ids for one in placements}
+    """Who is in each pipeline, by name: the order of stages is for the searches to choose."""
+    return {one.pipeline_id: tuple(sorted(one.worker_ids)) for one in placements}
 
 
 def modes(placements: Sequence[Placement]) -> list[DeviceMode]:
     return [one.mode for one in placements]
 
 
-def grouped(*profiles: DeviceProfile, rules: GroupingRules = RULES) -> tuple[Placement, ...]:
+def grouped(*profiles: DeviceProfile, rules: Demand = RULES) -> tuple[Placement, ...]:
     return place_all(MODEL, make_workers(*profiles), rules)
 
 
@@ -84,7 +99,7 @@ class TestKeptForLatency:
         assert modes(placements) == [DeviceMode.LATENCY] * 2
 
     def test_a_split_says_how_many_devices_the_shared_pipeline_has(self) -> None:
-        rules = GroupingRules(num_slots=4, split=(10, 20))
+        rules = Demand(num_streams=16, split=(10, 20))
         assert members(grouped(device(), latency(), latency(), rules=rules)) == {"p1": ("w0", "w1"), "p2": ("w2",)}
         assert members(grouped(latency(), latency(), rules=rules)) == {"p1": ("w0", "w1")}
 
@@ -103,7 +118,7 @@ class TestReplicas:
         assert [one.stages[0].layers.start for one in placements] == [0, 0]
         assert [one.stages[-1].layers.stop for one in placements] == [30, 30]
 
-    def test_speeds_are_dealt_evenly_and_stages_are_in_the_order_of_ids(self) -> None:
+    def test_speeds_are_dealt_evenly(self) -> None:
         speeds = [device(speed=speed) for speed in (4.0, 3.0, 2.0, 1.0)]
         assert members(grouped(*speeds, rules=TWO_REPLICAS)) == {"p1": ("w0", "w3"), "p2": ("w1", "w2")}
 
@@ -124,7 +139,7 @@ class TestReplicas:
         assert members(grouped(*profiles, rules=TWO_REPLICAS)) == {"p1": ("w0", "w2"), "p2": ("w1", "w3")}
 
     def test_there_are_fewer_where_the_devices_do_not_suffice(self) -> None:
-        rules = GroupingRules(num_slots=4, replicas=3)
+        rules = Demand(num_streams=16, replicas=3)
         assert len(grouped(*[device()] * 2, rules=rules)) == 2
         assert len(grouped(*[device(memory_bytes=HALF)] * 3, rules=rules)) == 1
 
@@ -140,12 +155,12 @@ class TestReplicas:
 
     def test_a_split_is_of_one_pipeline(self) -> None:
         with pytest.raises(ConfigError, match="replicas = 2 asks for more") as refused:
-            GroupingRules(num_slots=4, split=(15, 15), replicas=2)
+            Demand(num_streams=16, split=(15, 15), replicas=2)
         assert refused.value.field == "split"
 
 
 def planned(
-    workers: Sequence[Worker], in_force: Sequence[Placement], *busy: PipelineId, rules: GroupingRules = RULES
+    workers: Sequence[Worker], in_force: Sequence[Placement], *busy: PipelineId, rules: Demand = RULES
 ) -> tuple[Placement, ...]:
     return plan(MODEL, workers, in_force, rules).choose(busy)
 
@@ -221,14 +236,14 @@ profiles_strategy = st.lists(
     max_size=5,
 )
 rules_strategy = st.builds(
-    GroupingRules, num_slots=st.integers(1, 4), context_tokens=st.sampled_from((0, 600)), replicas=st.integers(1, 3)
+    Demand, num_streams=st.integers(1, 4), context_tokens=st.sampled_from((0, 600)), replicas=st.integers(1, 3)
 )
 SMALL = make_model(num_layers=6, layer_bytes=15 * MIB)
 
 
 def can_hold(workers: Sequence[Worker]) -> bool:
     try:
-        place(SMALL, workers, num_slots=1)
+        place_one(SMALL, declared_fleet(SMALL, workers), Demand(num_streams=1))
     except PlacementImpossible:
         return False
     return True
@@ -253,9 +268,7 @@ def check_groups(placements: Sequence[Placement], workers: Sequence[Worker]) -> 
 
 
 @given(profiles=profiles_strategy, rules=rules_strategy)
-def test_whatever_can_serve_does_in_whole_pipelines_within_memory(
-    profiles: list[DeviceProfile], rules: GroupingRules
-) -> None:
+def test_whatever_can_serve_does_in_whole_pipelines_within_memory(profiles: list[DeviceProfile], rules: Demand) -> None:
     workers = make_workers(*profiles)
     if not can_hold(workers):
         with pytest.raises(PlacementImpossible):
@@ -277,7 +290,7 @@ def test_whatever_can_serve_does_in_whole_pipelines_within_memory(
 
 @given(profiles=profiles_strategy, rules=rules_strategy, data=st.data())
 def test_what_is_busy_stays_and_what_is_free_never_breaks_it(
-    profiles: list[DeviceProfile], rules: GroupingRules, data: st.DataObject
+    profiles: list[DeviceProfile], rules: Demand, data: st.DataObject
 ) -> None:
     workers = make_workers(*profiles)
     some = data.draw(st.lists(st.sampled_from(workers), unique=True, min_size=1))
@@ -311,3 +324,44 @@ def test_a_worker_s_name_decides_nothing_but_order() -> None:
     workers = [(WorkerId(name), device(speed=speed)) for name, speed in (("b", 1.0), ("a", 1.0), ("c", 2.0))]
     placements = place_all(MODEL, sorted(workers, key=lambda one: one[0]), TWO_REPLICAS)
     assert members(placements) == {"p1": ("a", "b"), "p2": ("c",)}
+
+
+class TestObjectives:
+    def test_for_latency_the_fastest_device_serves_and_the_others_stand_by(self) -> None:
+        demand = Demand(num_streams=16, objective=Objective.LATENCY)
+        assert members(grouped(device(speed=0.5), device(speed=2.0), device(), rules=demand)) == {"p1": ("w1",)}
+
+    def test_further_pipelines_for_latency_are_of_who_is_left(self) -> None:
+        demand = Demand(num_streams=16, objective=Objective.LATENCY, replicas=2)
+        assert members(grouped(device(speed=0.5), device(speed=2.0), device(), rules=demand)) == {
+            "p1": ("w1",),
+            "p2": ("w2",),
+        }
+
+    def test_a_mixed_plan_keeps_one_for_lone_streams_beside_one_for_many(self) -> None:
+        demand = Demand(num_streams=16, objective=Objective.MIXED)
+        placements = grouped(device(speed=0.5), device(speed=2.0), device(speed=0.5), rules=demand)
+        assert members(placements) == {"p1": ("w0", "w2"), "p2": ("w1",)}
+        assert modes(placements) == [DeviceMode.MIXED, DeviceMode.LATENCY]
+
+    def test_a_mixed_plan_of_devices_that_do_not_suffice_for_both_is_for_many(self) -> None:
+        demand = Demand(num_streams=16, objective=Objective.MIXED)
+        placements = grouped(device(memory_bytes=HALF), device(memory_bytes=HALF), rules=demand)
+        assert members(placements) == {"p1": ("w0", "w1")}
+        assert modes(placements) == [DeviceMode.MIXED]
+
+    @pytest.mark.parametrize(("memory_bytes", "num_pipelines"), [(WHOLE, 4), (400 * MIB, 2)])
+    def test_without_a_number_there_are_as_many_replicas_as_give_most_tokens(
+        self, memory_bytes: int, num_pipelines: int
+    ) -> None:
+        fleet = declared_fleet(MODEL, make_workers(*[device(memory_bytes=memory_bytes)] * 4))
+        far_apart = replace(fleet, default_link=LinkFigures(0.02, 1e5))
+        placements = grouping.place_all(MODEL, far_apart, Demand(num_streams=16, replicas=0))
+        assert len(placements) == num_pipelines
+
+
+def test_a_fleet_that_joins_in_another_order_gets_the_same_plan() -> None:
+    workers = make_workers(*(device(speed=speed) for speed in (1.0, 0.7, 1.0, 0.7, 0.9)))
+    expected = place_all(MODEL, workers, RULES)
+    assert place_all(MODEL, workers[::-1], RULES) == expected
+    assert place_all(MODEL, [workers[at] for at in (3, 0, 4, 1, 2)], RULES) == expected

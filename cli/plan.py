@@ -1,0 +1,211 @@
+"""`shoal plan`: who would hold which layers, how fast that would be, and what else is possible."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from cli.ask import DEFAULT_SERVER, Server
+from cli.models import open_store
+from cli.terminal import format_bytes, say, write_json
+from shoal.errors import ConfigError, ModelNotFound
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from modelstore.manifest import Manifest
+    from orchestrator.core.figures import FleetFigures
+    from orchestrator.core.planning import FleetPlan, Outcome
+    from orchestrator.core.predictions import Prediction, StagePrediction
+    from shoal.types import DeviceProfile, WorkerId
+
+TIMEOUT_S = 10.0
+# Of a bar of all layers, and of one of a device's memory.
+LAYER_CELLS = 30
+MEMORY_CELLS = 16
+MODEL = "smollm2-135m"
+
+
+def plan(
+    devices: Annotated[
+        str, typer.Option(help="Devices to plan for, as phone,phone,tablet:latency; empty: those of the running fleet.")
+    ] = "",
+    profiles: Annotated[
+        Path | None, typer.Option(help="A folder of device profiles to plan for, each a device.", exists=True)
+    ] = None,
+    model: Annotated[str, typer.Option(help="A stored model. [default: the fleet's, or smollm2-135m]")] = "",
+    objective: Annotated[
+        Literal["latency", "throughput", "mixed"], typer.Option(help="What the plan is to be good for.")
+    ] = "throughput",
+    context: Annotated[
+        int, typer.Option(min=0, help="Tokens promised to each stream; 0: what there is memory for.")
+    ] = 0,
+    streams: Annotated[int, typer.Option(min=1, max=10_000, help="Streams at the same time.")] = 16,
+    replicas: Annotated[int, typer.Option(min=0, max=64, help="Pipelines; 0: as many as give most tokens.")] = 1,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt whose first token is predicted.")] = 256,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    home: Annotated[
+        Path | None, typer.Option(help="Where models are kept. [env SHOAL_HOME]", show_default=False)
+    ] = None,
+    server: Server = DEFAULT_SERVER,
+) -> None:
+    """Plan who holds which layers: of devices that run, or of some that you think of."""
+    from orchestrator.core.demand import Demand
+    from orchestrator.core.planning import plan_pipelines, to_plain
+    from orchestrator.shards import footprint
+    from shoal.types import Objective
+
+    manifest, fleet, source = _subject(devices, profiles, model, home, server)
+    demand = Demand(
+        num_streams=streams,
+        context_tokens=context,
+        objective=Objective(objective),
+        replicas=replicas,
+        is_promised=context > 0,
+        prompt_tokens=prompt,
+    )
+    found = plan_pipelines(footprint(manifest), fleet, demand)
+    if json:
+        write_json({"model": manifest.name, **to_plain(found)})
+        return
+    _show(found, manifest, source)
+
+
+def _subject(
+    devices: str, profiles: Path | None, model: str, home: Path | None, server: str
+) -> tuple[Manifest, FleetFigures, str]:
+    """The model, the figures of the devices, and where these are from."""
+    from orchestrator.shards import footprint
+    from orchestrator.what_if import fleet_of_messages, fleet_of_profiles
+
+    if devices and profiles:
+        raise ConfigError("devices and profiles are two ways to say the same: give one of them", field="devices")
+    store = open_store(home)
+    if devices or profiles:
+        manifest = store.open(model or MODEL)
+        named = _named_profiles(devices.split(",") if devices else _files(profiles))
+        count = "1 device" if len(named) == 1 else f"{len(named)} devices"
+        return manifest, fleet_of_profiles(footprint(manifest), named), f"{count} as declared"
+    from shoal.client import Client
+
+    with Client(server, timeout_s=TIMEOUT_S) as client:
+        reported, served = client.plan(), client.status().model
+    if model and model != served:
+        raise ModelNotFound(f"the fleet at {server} serves {served}, and has times for that alone: leave out --model")
+    fleet = fleet_of_messages(reported.devices)
+    return store.open(served), fleet, f"the fleet at {server}"
+
+
+def _files(folder: Path | None) -> list[str]:
+    files = sorted(str(path) for path in folder.glob("*.toml")) if folder else []
+    if not files:
+        raise ConfigError(f"there is no .toml file in {folder}", field="profiles")
+    return files
+
+
+def _named_profiles(devices: Sequence[str]) -> list[tuple[WorkerId, DeviceProfile]]:
+    """Named as `shoal up` would name them."""
+    from launch.local import named_devices
+
+    return named_devices([device.strip() for device in devices])
+
+
+def _show(found: FleetPlan, manifest: Manifest, source: str) -> None:
+    say(f"{manifest.name}, {manifest.config.num_layers} layers, on {source}, for {found.objective.value}", style="bold")
+    for one in found.pipelines:
+        _show_pipeline(one, manifest.config.num_layers)
+    if found.standby:
+        say(f"\non standby: {', '.join(found.standby)} (no layers: the plan is no better with them)")
+    say(f"\nbound by {found.bound_by}")
+    say("\nwhat is possible", style="bold")
+    say(_alternatives(found))
+    if any(part.is_declared for one in found.pipelines for part in one.stages):
+        say(
+            "* declared by a profile, not measured: `shoal plan` beside a running fleet uses measured times",
+            style="dim",
+        )
+
+
+def _show_pipeline(one: Prediction, num_layers: int) -> None:
+    placement = one.placement
+    say(f"\npipeline {placement.pipeline_id} ({placement.mode.value})", style="bold")
+    say(_stage_table(one, num_layers))
+    first, token, solo = _time(one.first_token_s), _time(one.token_s), _time(one.solo_token_s)
+    say(
+        f"first token of a prompt of {one.prompt_tokens} after {first}; then {token} a token ({solo} for class latency)"
+    )
+    together = "1 stream" if one.num_streams == 1 else f"{one.num_streams} streams together, in batches of {one.rows}"
+    say(f"{one.tokens_per_s:.1f} tokens/s with {together}")
+    say(f"room for {placement.kv_tokens} tokens of KV, {placement.context_tokens} of them a stream at most")
+
+
+def _stage_table(one: Prediction, num_layers: int) -> Table:
+    """A row a stage, in order: its layers on the bar of all layers, its memory filled."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
+    for title in ("device", "layers", "", "memory", ""):
+        table.add_column(title, no_wrap=True)
+    table.add_column("busy", justify="right", no_wrap=True)
+    for part in one.stages:
+        stage = part.stage
+        table.add_row(
+            stage.worker_id + "*" * part.is_declared,
+            _layer_bar(stage.layers.start, stage.layers.stop, num_layers),
+            f"{stage.layers.start}-{stage.layers.stop - 1}",
+            _memory_bar(part),
+            f"{format_bytes(stage.need_bytes)} of {format_bytes(part.memory_bytes)}",
+            f"{part.busy:.0%}",
+        )
+    return table
+
+
+def _layer_bar(start: int, stop: int, num_layers: int) -> str:
+    cells = min(num_layers, LAYER_CELLS)
+    begin = start * cells // num_layers
+    end = max(stop * cells // num_layers, begin + 1)
+    return "·" * begin + "█" * (end - begin) + "·" * (cells - end)
+
+
+def _memory_bar(part: StagePrediction) -> str:
+    """What weights and runtime take, then KV, then what is free."""
+    stage, cells = part.stage, MEMORY_CELLS
+    filled = min(round(stage.need_bytes / part.memory_bytes * cells), cells)
+    fixed = min(round(part.fixed_bytes / part.memory_bytes * cells), filled)
+    return "█" * fixed + "▒" * (filled - fixed) + "·" * (cells - filled)
+
+
+def _alternatives(found: FleetPlan) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column("plan", no_wrap=True)
+    for title in ("first token", "a token", "tokens/s"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("devices", overflow="ellipsis", no_wrap=True, max_width=44)
+    if not any(other.is_chosen for other in found.alternatives):
+        table.add_row(
+            "this plan", *_cells(found.outcome), _members([one.placement.worker_ids for one in found.pipelines])
+        )
+    for other in found.alternatives:
+        what = other.what + " (this plan)" * other.is_chosen
+        table.add_row(what, *_cells(other.outcome), _members(other.worker_ids))
+    return table
+
+
+def _cells(outcome: Outcome) -> tuple[str, str, str]:
+    return _time(outcome.first_token_s), _time(outcome.token_s), f"{outcome.tokens_per_s:.1f}"
+
+
+def _members(pipelines: Sequence[Sequence[str]]) -> str:
+    """Stages in order; pipelines apart."""
+    return " | ".join(" > ".join(worker_ids) for worker_ids in pipelines)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"

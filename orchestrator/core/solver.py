@@ -1,0 +1,244 @@
+"""The best single pipeline of a fleet: for one stream's tokens, or for most tokens of many streams.
+
+Says what is best and lets `exact` or, for many devices, `large_fleets` find it. It does not know what devices are for,
+nor how many pipelines there are to be: that is `grouping`'s.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from orchestrator.core.cuts import cut
+from orchestrator.core.exact import TOLERANCE, can_cover, fastest_ring, fastest_within
+from orchestrator.core.figures import FleetFigures
+from orchestrator.core.footprint import ModelFootprint
+from orchestrator.core.large_fleets import ends, good_ring, good_within, stage_counts
+from orchestrator.core.limits import LEAST_ROWS, even_rows
+from orchestrator.core.slots import PAGE_TOKENS
+from orchestrator.core.stage_costs import Links, Room, Route, StageCosts, room_for
+
+# Up to so many devices every order is looked at; each further one doubles the time, which is tens of milliseconds here.
+MAX_EXACT_DEVICES = 8
+# The rows of a lone stream of class LATENCY.
+SOLO_ROWS = 1
+# With more devices, so many numbers of stages are tried, those that promise most.
+MAX_SHAPES = 4
+# A bisection ends at this gap; what is left of it is then closed by steps.
+GAP = 0.003
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A pipeline that was found.
+
+    rows: of a batch with num_streams. tokens_per_s: of all streams together. kv_tokens: what it has room for at least.
+    is_ring: found for a lone stream.
+    """
+
+    route: Route
+    rows: int
+    num_streams: int
+    kv_tokens: int
+    tokens_per_s: float
+    is_ring: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """How many stages, and the rows of a batch.
+
+    share: of a pass, that a batch may be behind another: the time between two is that of the slowest stage, or so much that
+    no stream has two tokens on the way. least_s: a bound of that time.
+    """
+
+    num_stages: int
+    rows: int
+    share: float
+    least_s: float
+
+
+def tokens_per_s(route: Route, rows: int, num_streams: int) -> float:
+    """All streams together: a batch after the other leaves the slowest stage, and no stream has two tokens on the way.
+
+    route: its times at that many rows, by way of the orchestrator.
+    """
+    in_flight = min(num_streams, rows * len(route.order))
+    return min(rows / route.slowest_s, in_flight / route.total_s) if route.total_s > 0 else math.inf
+
+
+class Solver:
+    """Finds pipelines in one fleet; remembers tables, not results. Devices of no use (infinite times) never get a layer."""
+
+    def __init__(self, model: ModelFootprint, fleet: FleetFigures, *, is_exact: bool = True) -> None:
+        """is_exact: as far as the fleet is small enough."""
+        self.model = model
+        self.fleet = fleet
+        self.is_exact = is_exact and len(fleet.devices) <= MAX_EXACT_DEVICES
+        self._links = Links(fleet)
+        self._rooms: dict[tuple[int, int], Room] = {}
+        self._costs: dict[tuple[int, int], StageCosts] = {}
+
+    def costs(self, rows: int, kv_tokens: int) -> StageCosts:
+        key = rows, kv_tokens
+        if key not in self._costs:
+            rooms = [self._room(device.shard_bytes, kv_tokens) for device in self.fleet.devices]
+            self._costs[key] = StageCosts(self.model, self.fleet, self._links, rooms, rows)
+        return self._costs[key]
+
+    def _room(self, shard_bytes: int, kv_tokens: int) -> Room:
+        key = shard_bytes, kv_tokens
+        if key not in self._rooms:
+            self._rooms[key] = room_for(self.model, shard_bytes, kv_tokens)
+        return self._rooms[key]
+
+    def for_latency(self, kv_tokens: int, num_stages: int | None = None) -> Candidate | None:
+        """The least time from a token to the next one of a lone stream, which goes round the stages as in a burst."""
+        costs = self.costs(SOLO_ROWS, kv_tokens)
+        find = fastest_ring if self.is_exact else good_ring
+        found = find(costs, math.inf, num_stages)
+        return None if found is None else Candidate(found, SOLO_ROWS, 1, kv_tokens, 1 / found.total_s, True)
+
+    def for_throughput(
+        self, num_streams: int, kv_tokens: int, num_stages: int | None = None, above: float = 0.0
+    ) -> Candidate | None:
+        """The most tokens per second of so many streams, None if none has more than `above`.
+
+        Batches have the rows that the scheduler will give them: they depend on the number of stages, and on the least
+        max_batch among the devices.
+        """
+        best: Candidate | None = None
+        for shape in self._shapes(num_streams, kv_tokens, num_stages, above):
+            if above and shape.rows / above <= shape.least_s:
+                continue
+            found = self._least_period(shape, kv_tokens, num_streams, shape.rows / above if above else math.inf)
+            if found is not None:
+                rate = tokens_per_s(found, shape.rows, num_streams)
+                best = Candidate(found, shape.rows, num_streams, kv_tokens, rate, False)
+                above = rate * (1 + TOLERANCE)
+        return best
+
+    def _shapes(self, num_streams: int, kv_tokens: int, num_stages: int | None, above: float) -> list[_Shape]:
+        """Numbers of stages and rows that may have more than `above`, those that promise most first, then the shortest."""
+        shapes = []
+        for number in [num_stages] if num_stages else self._stage_counts():
+            for rows in sorted({self._rows(number, num_streams, device) for device in range(self.num_devices)}):
+                share = rows / min(num_streams, rows * number)
+                costs = self.costs(rows, kv_tokens)
+                if above and not costs.may_have_period(number, rows / above, share):
+                    continue
+                shapes.append(_Shape(number, rows, share, costs.least_period_s(number, share)))
+        shapes.sort(key=lambda shape: (shape.least_s / shape.rows, shape.num_stages))
+        if self.is_exact:
+            return shapes
+        # A single device is always looked at: no plan is to be worse.
+        return [*shapes[:MAX_SHAPES], *(shape for shape in shapes[MAX_SHAPES:] if shape.num_stages == 1)]
+
+    def is_possible(self, kv_tokens: int) -> bool:
+        """Whether any pipeline has the memory."""
+        costs = self.costs(SOLO_ROWS, kv_tokens)
+        if not self.is_exact:
+            return good_ring(costs) is not None
+        counts = range(1, min(self.num_devices, self.model.num_layers) + 1)
+        return any(can_cover(costs, math.inf, number, lambda _: True) for number in counts)
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.fleet.devices)
+
+    def _stage_counts(self) -> list[int]:
+        if not self.is_exact:
+            return stage_counts(self.costs(SOLO_ROWS, 0))
+        return list(range(1, min(self.num_devices, self.model.num_layers) + 1))
+
+    def _rows(self, num_stages: int, num_streams: int, device: int) -> int:
+        """Of a batch, as the scheduler makes them; one that is not full has as many as there are streams."""
+        max_rows = self.fleet.devices[device].profile.max_batch
+        return max(min(even_rows(num_streams, num_stages, max_rows), num_streams), min(LEAST_ROWS, max_rows))
+
+    def _least_period(self, shape: _Shape, kv_tokens: int, num_streams: int, below_s: float) -> Route | None:
+        """The least time between two batches; None if none is less than below_s."""
+        costs, share = self.costs(shape.rows, kv_tokens), shape.share
+        is_allowed = self._are_rows(shape.num_stages, shape.rows, num_streams)
+        find = fastest_within if self.is_exact else good_within
+
+        def look(period_s: float) -> Route | None:
+            if not costs.may_have_period(shape.num_stages, period_s, share):
+                return None
+            return find(costs, period_s, period_s / share, shape.num_stages, is_allowed)
+
+        # No period is less than low_s: what the slowest stage takes at least; then also `share` of the least that passes
+        # take whose stages are fast enough to be better than the best that is known.
+        low_s = self._least_slowest_s(costs, shape, below_s, is_allowed)
+        best, period_s = None, below_s
+        target_s = low_s * (1 + 2 * TOLERANCE) if below_s == math.inf else below_s * (1 - TOLERANCE)
+        while low_s < period_s * (1 - TOLERANCE):
+            found = look(target_s)
+            if found is not None:
+                found_s = max(found.slowest_s, found.total_s * share)
+                if found_s >= period_s:
+                    break
+                best, period_s, low_s = found, found_s, max(low_s, found.total_s * share)
+            elif target_s >= period_s * (1 - 2 * TOLERANCE):
+                break
+            else:
+                low_s = target_s
+            is_close = period_s == math.inf or period_s - low_s <= GAP * period_s
+            if is_close and best is not None and not self.is_exact:
+                break
+            target_s = period_s * (1 - TOLERANCE) if is_close else (low_s + period_s) / 2
+        return best
+
+    def _least_slowest_s(
+        self, costs: StageCosts, shape: _Shape, below_s: float, is_allowed: Callable[[int], bool]
+    ) -> float:
+        """What the slowest of so many stages takes at least; below_s if not less. Links are not looked at."""
+        low_s = shape.least_s
+        if not self.is_exact:
+            return low_s
+        if not can_cover(costs, below_s * (1 - TOLERANCE), shape.num_stages, is_allowed):
+            return below_s
+        high_s = below_s if below_s < math.inf else max(2 * low_s, TOLERANCE)
+        while not can_cover(costs, high_s, shape.num_stages, is_allowed):
+            low_s, high_s = high_s, 2 * high_s
+        while high_s - low_s > TOLERANCE * high_s:
+            middle_s = (low_s + high_s) / 2
+            if can_cover(costs, middle_s, shape.num_stages, is_allowed):
+                high_s = middle_s
+            else:
+                low_s = middle_s
+        return low_s
+
+    def _are_rows(self, num_stages: int, rows: int, num_streams: int) -> Callable[[int], bool]:
+        """Whether a set of devices, as bits, will have batches of so many rows."""
+        rows_of = [self._rows(num_stages, num_streams, device) for device in range(self.num_devices)]
+        if set(rows_of) == {rows}:
+            return lambda _: True
+        least = [device for device, its_rows in enumerate(rows_of) if its_rows == rows]
+        less = sum(1 << device for device, its_rows in enumerate(rows_of) if its_rows < rows)
+        equal = sum(1 << device for device in least)
+        return lambda devices: not devices & less and bool(devices & equal)
+
+    def most_kv(self, candidate: Candidate, most_tokens: int) -> tuple[Route, int]:
+        """Cut anew so that most KV fits, up to most_tokens, and nothing is slower; the route and its KV in tokens."""
+        route, share = (
+            candidate.route,
+            candidate.rows / min(candidate.num_streams, candidate.rows * len(candidate.route.order)),
+        )
+        limit_s = math.inf if candidate.is_ring else max(route.slowest_s, route.total_s * share)
+        total_s = route.total_s if candidate.is_ring else limit_s / share
+        members = replace(self.fleet, devices=tuple(self.fleet.devices[device] for device in route.order))
+        solver, order = Solver(self.model, members), range(len(route.order))
+        low, high = candidate.kv_tokens // PAGE_TOKENS, most_tokens // PAGE_TOKENS
+        stops = route.stops
+        while low < high:
+            middle = (low + high + 1) // 2
+            costs = solver.costs(candidate.rows, middle * PAGE_TOKENS)
+            enter_s, leave_s = ends(costs, 0, candidate.is_ring)
+            found = cut(costs, order, limit_s * (1 + TOLERANCE), enter_s=enter_s, leave_s=leave_s)
+            if found is None or found.total_s > total_s * (1 + TOLERANCE):
+                high = middle - 1
+            else:
+                stops, low = found.stops, middle
+        return replace(route, stops=stops), max(low * PAGE_TOKENS, candidate.kv_tokens)
