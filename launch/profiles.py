@@ -30,7 +30,7 @@ from shoal.types import (
     ThermalState,
 )
 
-KINDS = ("phone", "tablet", "laptop", "box", "host")
+KINDS = ("phone", "tablet", "laptop", "sbc", "box", "host")
 
 # The rest is for everything else that runs beside a worker.
 MEMORY_SHARE = 0.8

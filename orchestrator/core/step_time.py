@@ -26,11 +26,12 @@ MIN_OBSERVATIONS = 3
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """A pass that came back: its work, and what each stage took for it."""
+    """A pass that came back: its work, and what each stage took for it. num_rows: decode rows; 0 if there was more."""
 
     work: float
     stage_s: tuple[float, ...]
     is_solo: bool
+    num_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,8 @@ class Bench:
         self._store = ModelStore(home)
         self._folder = folder
         manifest = self._store.open(model)
-        self._num_layers = manifest.config.num_layers
+        self.num_layers = manifest.config.num_layers
+        self.activation_bytes = 4 * manifest.config.hidden_size
         self._text = Tokenizer(manifest.tokenizer).encode(TEXT, add_special=True)
         self._cut: int | None = None
 
@@ -97,7 +98,7 @@ class Bench:
         The times of some cuts are measured; a straight line through them (time over layers) evens out their noise.
         """
         if self._cut is None:
-            cuts = sorted({round(self._num_layers * share) for share in CUT_SHARES})
+            cuts = sorted({round(self.num_layers * share) for share in CUT_SHARES})
             times = self.baseline.ask("cuts", cuts=cuts)["stage_s"]
             lines = [np.polyfit(cuts, [times[str(cut)][stage] for cut in cuts], 1) for stage in (0, 1)]
             self._cut = min(
@@ -105,7 +106,7 @@ class Bench:
             )
             shown = ", ".join(f"{cut}: {a * 1e3:.1f} + {b * 1e3:.1f}" for cut, (a, b) in sorted(times.items()))
             self.notes.append(
-                f"Two stages have {self._cut} and {self._num_layers - self._cut} layers, chosen by the time of both "
+                f"Two stages have {self._cut} and {self.num_layers - self._cut} layers, chosen by the time of both "
                 f"at 8 decode rows (ms, by layers of the first): {shown}."
             )
             self.say(self.notes[-1])
@@ -120,7 +121,7 @@ class Bench:
     def two_stages(
         self, name: str, *, link: LinkProfile | None = None, **options: Any
     ) -> AbstractContextManager[System]:
-        split = f"{self.cut},{self._num_layers - self.cut}"
+        split = f"{self.cut},{self.num_layers - self.cut}"
         return self.fleet(name, num_workers=2, link=link, split=split, **options)
 
     def fleet(self, name: str, **options: Any) -> AbstractContextManager[System]:

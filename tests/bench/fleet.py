@@ -84,6 +84,7 @@ class System:
 
     def __init__(self, fleet: LocalFleet, runner: asyncio.Runner, also_ours: Sequence[int]) -> None:
         self._runner = runner
+        self.address = fleet.address
         self._client = AsyncClient(fleet.address)
         self.process_ids = [child.process.pid for child in fleet.children]
         self._client_process, self._orchestrator = psutil.Process(), psutil.Process(self.process_ids[0])

@@ -28,6 +28,7 @@ from tests.bench import (
     links,
     long_contexts,
     machine,
+    planned,
     prefill,
     processes,
 )
@@ -64,6 +65,8 @@ ALONE: tuple[tuple[tuple[str, ...], Callable[[Bench], list[Figure]]], ...] = (
     (("kv_write_behind",), kv_cache.write_behind),
     (("kv_hung", "kv_killed"), kv_cache.dead_redis),
     (("kv_hit_rate",), lambda bench: kv_hit_rate.hit_rate()),
+    (("prediction",), planned.prediction),
+    (("plan_gain",), planned.plan_gain),
     (("start",), processes.start),
 )
 

@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from launch.profiles import SHIPPED, Machine, load_profile, measure_machine
+from launch.profiles import KINDS, SHIPPED, Machine, load_profile, measure_machine
 from shoal.errors import ConfigError
 from shoal.types import BatteryModel, DeviceLimits, DeviceMode, DeviceProfile, KVPolicy, LinkProfile, ThermalModel
 from worker.emulation import EmulatedDevice, LinkShaper, temperature_after
 
 SMALLEST = 'name = "mine"\nkind = "box"\nmemory_mib = 10\n'
+
+
+EMULATED = [name for name in SHIPPED.names() if name != "host"]
 
 
 def small_machine() -> Machine:
@@ -29,13 +32,14 @@ def load(folder: Path, text: str) -> DeviceProfile:
 
 
 def test_the_shipped_profiles_are_listed() -> None:
-    assert SHIPPED.names() == ("host", "laptop", "phone", "tablet")
+    assert SHIPPED.names() == ("edge-box", "flagship-phone", "host", "laptop", "phone", "sbc", "tablet")
 
 
-@pytest.mark.parametrize("name", ["host", "laptop", "phone", "tablet"])
+@pytest.mark.parametrize("name", SHIPPED.names())
 def test_every_shipped_profile_loads_under_its_name_and_can_be_emulated(name: str) -> None:
     profile = load_profile(name)
-    assert profile.name == profile.kind == name
+    assert profile.name == name
+    assert profile.kind in KINDS
     assert profile.is_emulated == (name != "host")
     EmulatedDevice(profile, now=0.0)
     LinkShaper(profile.link)
@@ -46,6 +50,38 @@ def test_a_phone_is_smaller_and_slower_than_a_tablet_and_a_tablet_than_a_laptop(
     assert phone.memory_bytes < tablet.memory_bytes < laptop.memory_bytes
     assert phone.speed < tablet.speed < laptop.speed
     assert phone.max_batch < tablet.max_batch < laptop.max_batch
+
+
+def test_a_flagship_phone_is_larger_and_faster_than_a_mid_range_one_and_on_the_same_kind_of_link() -> None:
+    flagship, phone = load_profile("flagship-phone"), load_profile("phone")
+    assert flagship.kind == phone.kind
+    assert flagship.memory_bytes > phone.memory_bytes
+    assert flagship.speed > phone.speed
+    assert flagship.max_batch > phone.max_batch
+    assert flagship.battery.capacity_wh > phone.battery.capacity_wh
+
+
+def test_the_unequal_fleet_has_most_memory_where_it_is_slowest() -> None:
+    devices = [load_profile(name) for name in ("flagship-phone", "phone", "sbc")]
+    slowest = min(devices, key=lambda one: one.speed)
+    assert slowest.shard_bytes == max(one.shard_bytes for one in devices)
+    assert max(one.speed for one in devices) > 3 * slowest.speed
+
+
+@pytest.mark.parametrize("name", ["sbc", "edge-box"])
+def test_a_device_on_mains_power_and_a_wire_has_no_battery_and_a_short_link(name: str) -> None:
+    profile = load_profile(name)
+    assert profile.battery.capacity_wh == 0.0
+    assert profile.limits.low_battery_percent == 0.0
+    assert profile.link.delay_ms < load_profile("phone").link.delay_ms
+
+
+@pytest.mark.parametrize("name", EMULATED)
+def test_the_limits_of_shipped_devices_come_before_the_heat_they_would_end_at_or_are_never_met(name: str) -> None:
+    profile = load_profile(name)
+    ends_at = temperature_after(profile.thermal, profile.thermal.ambient_c, 1.0, 1e6)
+    limits = profile.limits
+    assert ends_at > limits.critical_c or ends_at < limits.moderate_c
 
 
 def test_the_host_has_a_share_of_the_free_memory_and_all_cores() -> None:
@@ -118,7 +154,7 @@ def test_kept_kv_must_leave_memory_for_a_shard(tmp_path: Path) -> None:
         load(tmp_path, SMALLEST + "host_kv_mib = 10\n")
 
 
-@pytest.mark.parametrize("name", ["laptop", "phone", "tablet"])
+@pytest.mark.parametrize("name", EMULATED)
 def test_shipped_devices_keep_kv_exactly_and_most_of_their_memory_for_shards(name: str) -> None:
     profile = load_profile(name)
     assert profile.kv_policy is KVPolicy.EXACT
@@ -126,7 +162,7 @@ def test_shipped_devices_keep_kv_exactly_and_most_of_their_memory_for_shards(nam
 
 
 def test_an_unknown_name_lists_the_shipped_ones() -> None:
-    with pytest.raises(ConfigError, match=r"no device profile 'fridge'; shipped are host, laptop, phone, tablet"):
+    with pytest.raises(ConfigError, match=r"no device profile 'fridge'; shipped are edge-box, flagship-phone, host, "):
         load_profile("fridge")
 
 
@@ -321,7 +357,7 @@ def test_a_phone_at_full_load_would_go_well_beyond_75_degrees_but_not_within_a_m
     assert temperature_after(model, model.ambient_c, 1.0, 1200.0) > 80.0
 
 
-@pytest.mark.parametrize("name", ["phone", "tablet"])
+@pytest.mark.parametrize("name", ["flagship-phone", "phone", "tablet"])
 def test_a_handheld_is_limited_before_75_degrees(name: str) -> None:
     limits = load_profile(name).limits
 
@@ -333,7 +369,7 @@ def test_a_phone_takes_8_6_4_and_2_rows() -> None:
     assert load_profile("phone").limits.max_batch == (8, 6, 4, 2)
 
 
-@pytest.mark.parametrize("name", ["host", "laptop", "phone", "tablet"])
+@pytest.mark.parametrize("name", SHIPPED.names())
 def test_a_shipped_profile_takes_no_more_rows_when_limited_than_otherwise(name: str) -> None:
     profile = load_profile(name)
 
