@@ -1,14 +1,13 @@
 """A worker's membership: attaches to an orchestrator, carries out its commands, reports, and attaches again when cut off.
 
-Lives on the event loop; owns the links and the blob cache, and tells the compute thread what to load and where to send.
-Knows nothing of tokens or kernels.
+Lives on the event loop; owns the links, and tells the compute thread where to send; what shard there is, is `holding`'s to
+know. Knows nothing of tokens or kernels.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import secrets
 import socket
@@ -21,34 +20,29 @@ import grpc
 
 from shoal import messages, rpc
 from shoal.config import WorkerConfig
-from shoal.errors import (
-    ConnectionFailed,
-    CorruptBlob,
-    InternalError,
-    RequestCancelled,
-    ShoalError,
-    StorageFull,
-)
-from shoal.memory import need_bytes
-from shoal.types import PROTOCOL_VERSION, DeviceProfile, LayerRange
+from shoal.errors import ConnectionFailed, InternalError, RequestCancelled
+from shoal.types import PROTOCOL_VERSION, DeviceProfile
 from shoal.v1 import fleet_pb2, fleet_pb2_grpc
-from worker import compute
+from worker import commands
 from worker.blobs import BlobCache
 from worker.compute import Compute
 from worker.dialing import Dialer, Opened
-from worker.emulation import check_fits
+from worker.holding import Holding
 from worker.inbox import SocketClosed
 from worker.kv.fetches import LowerTier
 from worker.kv.policy import is_hot
 from worker.lifecycle import Lifecycle, WorkerState
 from worker.listener import PeerListener
+from worker.probing import PROBES, EchoCame
+from worker.profiling import ShapeMeasured
 from worker.session import runtime_summary
-from worker.stage import StageSpec
+from worker.surveying import Survey
 from worker.telemetry import telemetry_of
 
 logger = logging.getLogger(__name__)
 
-BACKOFF_S = (0.1, 0.2, 0.4, 0.8, 1.5)
+# An orchestrator that was killed is there again within seconds, and its clients wait for us.
+BACKOFF_S = (0.1, 0.2, *[0.3] * 20, 0.8, 1.5)
 WELCOME_TIMEOUT_S = 5.0
 # Longer than an orchestrator drains by default.
 LEAVE_TIMEOUT_S = 15.0
@@ -58,8 +52,8 @@ UPLINK = "the link to the orchestrator"
 class Agent:
     """One worker process as a member of a fleet.
 
-    Invariants: `_current` is the shard of the newest LoadShard; links belong to it and are closed with it; only its
-    `_loading` task touches the blob cache.
+    Invariant: links between stages belong to the newest LoadShard, and are closed when its epoch ends or its orchestrator is
+    lost.
     """
 
     def __init__(
@@ -76,17 +70,21 @@ class Agent:
         self._profile = profile
         self._worker_id = worker_id
         self._incarnation = secrets.randbits(63)
-        self._cache = BlobCache(home / "blobs")
         self._loop = asyncio.get_running_loop()
         kv_trace = Path(config.kv_trace) if config.kv_trace else None
         self._compute = Compute(profile, self._notify, lower=lower, kv_trace=kv_trace)
         self._is_hot = False
         self._dialer = Dialer(config, profile, worker_id, self._incarnation, self._compute.post)
-        self._listener = PeerListener(config.host, self._compute.post, self._on_peer_socket)
+        self._listener = PeerListener(config.host, self._compute.post, self._on_peer_socket, profile.link)
+        self._survey = Survey(
+            profile, config.home / "times", self._dialer, self._listener, self._compute.post, self._report, self._start
+        )
         self._lifecycle = Lifecycle()
         self._events: asyncio.Queue[fleet_pb2.AttachRequest | None] = asyncio.Queue()
-        self._current: fleet_pb2.LoadShard | None = None
-        self._loading: asyncio.Task[None] | None = None
+        self._holding = Holding(
+            profile, worker_id, config.join, BlobCache(home / "blobs"), self._listener.tokens, self._compute.post,
+            self._on_compute,
+        )  # fmt: skip
         self._uplink: Opened | None = None
         self._peers: dict[socket.socket, fleet_pb2.LoadShard] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -95,7 +93,7 @@ class Agent:
         self._told_reason = ""
         self._is_leaving = False
 
-    def _notify(self, event: compute.Event) -> None:
+    def _notify(self, event: commands.Event) -> None:
         # A thread may still tell something when the event loop has ended: nobody wants to know.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._on_compute, event)
@@ -117,6 +115,7 @@ class Agent:
             membership.cancel()
             await asyncio.gather(membership, return_exceptions=True)
             await self._listener.stop()
+            self._holding.drop()
             await asyncio.to_thread(self._compute.stop, 5.0)
             self._lifecycle.move_to(WorkerState.STOPPED)
             if self._is_leaving:
@@ -157,11 +156,15 @@ class Agent:
             self._told_reason = reason
 
     async def _attach(self) -> None:
-        async with grpc.aio.insecure_channel(self._config.join, options=rpc.CHANNEL_OPTIONS) as channel:
+        join = self._config.join
+        async with (
+            grpc.aio.insecure_channel(join, options=rpc.FLEET_OPTIONS) as channel,
+            grpc.aio.insecure_channel(join, options=rpc.BULK_OPTIONS) as bulk,
+        ):
             self._events = asyncio.Queue()
             self._report(hello=self._hello())
-            stub = fleet_pb2_grpc.FleetServiceStub(channel)
-            call = stub.Attach(self._requests(self._events))
+            stub = fleet_pb2_grpc.FleetServiceStub(bulk)
+            call = fleet_pb2_grpc.FleetServiceStub(channel).Attach(self._requests(self._events))
             responses = aiter(call)
             try:
                 async with asyncio.timeout(WELCOME_TIMEOUT_S):
@@ -169,7 +172,7 @@ class Agent:
                 await self._open_uplink(channel, first.welcome)
                 self._lifecycle.move_to(WorkerState.ATTACHED)
                 self._told_reason = ""
-                logger.info("attached worker=%s orchestrator=%s", self._worker_id, self._config.join)
+                logger.info("attached worker=%s orchestrator=%s", self._worker_id, join)
                 self._start(self._beat(first.welcome.heartbeat_interval_s))
                 async for response in responses:
                     self._obey(response, stub)
@@ -182,8 +185,9 @@ class Agent:
                 await self._detach(call)
 
     async def _detach(self, call: grpc.aio.StreamStreamCall) -> None:  # type: ignore[type-arg]
-        self._unload()
-        self._compute.post(compute.SetUplink(None))
+        self._holding.keep()
+        self._peers.clear()
+        self._compute.post(commands.SetUplink(None))
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -209,6 +213,8 @@ class Agent:
             ),
             flow_address=f"{host}:{flow_port}" if flow_port else "",
             socket_address=f"{host}:{socket_port}" if socket_port else "",
+            times=self._survey.known_times(),
+            held=self._holding.held,
         )
 
     async def _open_uplink(self, channel: grpc.aio.Channel, welcome: fleet_pb2.Welcome) -> None:
@@ -219,83 +225,35 @@ class Agent:
         self._uplink = uplink = await self._dialer.open_uplink(channel, welcome, on_closed)
         if uplink.carrying is not None:
             self._start(self._carry(uplink.carrying, UPLINK))
-        self._compute.post(compute.SetUplink(uplink.link, uplink.connection))
-
-    @property
-    def _weight_bytes(self) -> int:
-        return 0 if self._current is None else sum(blob.num_bytes for blob in self._current.blobs)
+        self._compute.post(commands.SetUplink(uplink.link, uplink.connection))
 
     # Commands of the orchestrator
 
     def _obey(self, response: fleet_pb2.AttachResponse, stub: fleet_pb2_grpc.FleetServiceStub) -> None:
+        if self._survey.obey(response, is_free=self._holding.command is None):
+            return
         match response.WhichOneof("command"):
             case "load_shard":
-                self._unload()
-                self._current = response.load_shard
-                self._listener.tokens[response.load_shard.pipeline_id] = response.load_shard.link_token
+                self._survey.stop_probing()
                 self._lifecycle.move_to(WorkerState.LOADING)
-                self._loading = self._start(self._load(response.load_shard, stub, self._loading))
+                self._holding.take(response.load_shard, stub, self._start)
             case "open_links":
-                if self._is_current(response.open_links.pipeline_id, response.open_links.epoch):
-                    assert self._current is not None
-                    self._start(self._open_links(self._current))
+                if self._holding.is_at(response.open_links.pipeline_id, response.open_links.epoch):
+                    assert self._holding.command is not None
+                    self._start(self._open_links(self._holding.command))
             case "unload_shard":
-                # Its epoch is that of the placement without us, later than the one of our shard.
-                if self._current is not None and self._current.epoch <= response.unload_shard.epoch:
-                    self._unload()
-                    self._lifecycle.move_to(WorkerState.ATTACHED)
+                self._unload(response.unload_shard.epoch)
             case command:
                 logger.warning("unknown_command command=%s", command)
 
-    def _unload(self) -> None:
-        if self._current is None:
-            return
-        if self._loading is not None:
-            self._loading.cancel()
-        self._listener.tokens.pop(self._current.pipeline_id, None)
-        self._compute.post(compute.UnloadStage(self._current.pipeline_id))
-        self._current = None
-
-    def _is_current(self, pipeline_id: str, epoch: int) -> bool:
-        current = self._current
-        return current is not None and (current.pipeline_id, current.epoch) == (pipeline_id, epoch)
-
-    async def _load(
-        self, command: fleet_pb2.LoadShard, stub: fleet_pb2_grpc.FleetServiceStub, earlier: asyncio.Task[None] | None
-    ) -> None:
-        if earlier is not None:
-            await asyncio.wait({earlier})
-        shape = messages.shape_from_proto(command.shape)
-        spec = StageSpec(
-            command.pipeline_id,
-            command.epoch,
-            command.stage,
-            len(command.stages),
-            shape,
-            LayerRange(command.layers.start, command.layers.stop),
-            command.model_digest,
-        )
-
-        async def fetch(digest: str, offset: int) -> AsyncIterator[bytes]:
-            async for response in stub.FetchBlob(fleet_pb2.FetchBlobRequest(digest=digest, offset=offset)):
-                yield response.chunk
-
-        try:
-            kv_bytes = shape.kv_tokens * shape.kv_bytes_per_token
-            check_fits(
-                self._profile,
-                need_bytes(self._weight_bytes, kv_bytes),
-                f"{self._worker_id}: layers of {command.pipeline_id}",
-            )
-            fetched_bytes = await self._cache.ensure(command.blobs, fetch)
-            logger.info("blobs_ready pipeline=%s fetched_bytes=%d", command.pipeline_id, fetched_bytes)
-            self._compute.post(compute.LoadStage(spec, command.graph, self._cache.directory))
-        except grpc.RpcError as error:
-            self._on_compute(compute.StageFailed(spec, rpc.error_from_rpc(error, self._config.join)))
-        except OSError as error:
-            self._on_compute(compute.StageFailed(spec, _cache_fault(error)))
-        except ShoalError as error:
-            self._on_compute(compute.StageFailed(spec, error))
+    def _unload(self, epoch: int) -> None:
+        """Obey an UnloadShard, whose epoch is that of the placement without us, later than the one of our shard."""
+        command = self._holding.command
+        if self._holding.is_kept:
+            self._holding.drop()
+        elif command is not None and command.epoch <= epoch:
+            self._holding.drop()
+            self._lifecycle.move_to(WorkerState.ATTACHED)
 
     async def _open_links(self, command: fleet_pb2.LoadShard) -> None:
         """Reach the next stage (the last: the first, for bursts) directly if we can; else frames go by the orchestrator."""
@@ -307,11 +265,11 @@ class Agent:
             links = {} if opened is None else {following: opened.link}
             if opened is not None and opened.carrying is not None:
                 self._start(self._carry(opened.carrying, f"the link to stage {following}", command))
-        if not self._is_current(command.pipeline_id, command.epoch):
+        if not self._holding.is_current(command):
             for link in links.values():
                 link.close()
             return
-        self._compute.post(compute.ConnectStage(command.pipeline_id, command.epoch, links))
+        self._compute.post(commands.ConnectStage(command.pipeline_id, command.epoch, links))
         self._lifecycle.move_to(WorkerState.SERVING)
         report = fleet_pb2.LinksOpened(
             pipeline_id=command.pipeline_id, epoch=command.epoch, stage=command.stage, link_to_next=kind
@@ -326,25 +284,26 @@ class Agent:
             message = "it ended"
         except grpc.RpcError as error:
             message = rpc.error_from_rpc(error, what).message
-        self._link_failed(f"{what}: {message}", command or self._current)
+        self._link_failed(f"{what}: {message}", command or self._holding.command)
 
     # What happens by itself
 
-    def _on_compute(self, event: compute.Event) -> None:
+    def _on_compute(self, event: commands.Event) -> None:
         match event:
-            case compute.StageLoaded(spec, provider) if self._is_current(spec.pipeline_id, spec.epoch):
+            case commands.StageLoaded(spec, provider) if self._holding.is_of(spec):
+                self._holding.loaded()
                 self._lifecycle.move_to(WorkerState.LOADED)
                 logger.info("shard_loaded pipeline=%s stage=%d provider=%s", spec.pipeline_id, spec.stage, provider)
                 loaded = fleet_pb2.ShardLoaded(
                     pipeline_id=spec.pipeline_id,
                     epoch=spec.epoch,
                     stage=spec.stage,
-                    weight_bytes=self._weight_bytes,
+                    weight_bytes=self._holding.weight_bytes,
                     execution_provider=provider,
                 )
                 self._report_telemetry()
                 self._report(shard_loaded=loaded)
-            case compute.StageFailed(spec, error) if self._is_current(spec.pipeline_id, spec.epoch):
+            case commands.StageFailed(spec, error) if self._holding.is_of(spec):
                 logger.error("shard_failed pipeline=%s error=%s", spec.pipeline_id, error.message)
                 failed = fleet_pb2.ShardFailed(
                     pipeline_id=spec.pipeline_id,
@@ -353,11 +312,13 @@ class Agent:
                     reason=error.reason,
                     message=error.message,
                 )
-                self._unload()
+                self._holding.drop()
                 self._lifecycle.move_to(WorkerState.ATTACHED)
                 self._report(shard_failed=failed)
-            case compute.LinkBroke(pipeline_id, epoch, message) if self._is_current(pipeline_id, epoch):
-                self._link_failed(message, self._current)
+            case commands.LinkBroke(spec, message) if self._holding.is_of(spec):
+                self._link_failed(message, self._holding.command)
+            case ShapeMeasured() | EchoCame():
+                self._survey.on_compute(event)
             case SocketClosed(connection, message) if connection in self._peers:
                 self._link_failed(f"a link from another stage: {message}", self._peers.pop(connection))
             case SocketClosed(connection, message) if self._uplink and connection is self._uplink.connection:
@@ -366,11 +327,11 @@ class Agent:
                 return  # of an epoch that is over
 
     def _uplink_failed(self, message: str) -> None:
-        self._link_failed(f"{UPLINK}: {message}", self._current)
+        self._link_failed(f"{UPLINK}: {message}", self._holding.command)
 
     def _link_failed(self, message: str, command: fleet_pb2.LoadShard | None) -> None:
         """Report a broken link of the current shard; links of earlier ones end without a word."""
-        if command is None or not self._is_current(command.pipeline_id, command.epoch) or self._is_leaving:
+        if command is None or not self._holding.is_current(command) or self._is_leaving:
             return
         logger.warning("link_failed pipeline=%s message=%s", command.pipeline_id, message)
         failed = fleet_pb2.LinkFailed(
@@ -379,13 +340,17 @@ class Agent:
         self._report(link_failed=failed)
 
     def _on_peer_socket(self, pipeline_id: str, connection: socket.socket) -> None:
-        if self._current is None or self._current.pipeline_id != pipeline_id:
+        if pipeline_id == PROBES:
+            self._survey.on_peer_socket(connection)
+            return
+        current = self._holding.command
+        if current is None or current.pipeline_id != pipeline_id or self._holding.is_kept:
             connection.close()
             return
         logger.info("peer_linked pipeline=%s", pipeline_id)
-        self._peers = {peer: command for peer, command in self._peers.items() if command is self._current}
-        self._peers[connection] = self._current
-        self._compute.post(compute.AdoptSocket(pipeline_id, connection))
+        self._peers = {peer: command for peer, command in self._peers.items() if command is current}
+        self._peers[connection] = current
+        self._compute.post(commands.AdoptSocket(pipeline_id, connection))
 
     async def _beat(self, interval_s: float) -> None:
         while True:
@@ -397,12 +362,13 @@ class Agent:
         seen = self._telemetry.read(now)
         if is_hot(self._profile.limits, seen) is not self._is_hot:
             self._is_hot = not self._is_hot
-            self._compute.post(compute.SetHeat(self._is_hot))
+            self._compute.post(commands.SetHeat(self._is_hot))
         telemetry = replace(
             seen,
             kv_bytes=self._compute.kv_bytes,
-            weight_bytes=self._weight_bytes,
+            weight_bytes=self._holding.weight_bytes,
             kv_tiers=self._compute.kv_tiers(now),
+            busy_s=self._compute.busy_s(now),
         )
         self._report(heartbeat=fleet_pb2.Heartbeat(telemetry=messages.telemetry_to_proto(telemetry)))
 
@@ -428,10 +394,4 @@ class Agent:
         if task.cancelled() or task.exception() is None:
             return
         logger.error("task_failed", exc_info=task.exception())
-        self._link_failed(f"a bug: {task.exception()!r}", self._current)
-
-
-def _cache_fault(error: OSError) -> ShoalError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return StorageFull(f"the device's disk is full: {error}; free some or set SHOAL_HOME to another disk")
-    return CorruptBlob(f"the device's blob cache cannot be used: {error}; remove that file or folder")
+        self._link_failed(f"a bug: {task.exception()!r}", self._holding.command)

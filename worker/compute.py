@@ -18,118 +18,49 @@ from functools import partial
 from pathlib import Path
 from typing import assert_never
 
-from shoal.errors import ConnectionFailed, InternalError, ShoalError
+from shoal.errors import ConnectionFailed, InternalError, NotReady, ShoalError
 from shoal.kv import BLOCK_TOKENS
 from shoal.types import DeviceProfile, KVTierStatus
 from shoal.v1 import flow_pb2
 from worker.anticipation import Anticipation
+from worker.commands import (
+    AdoptSocket,
+    Checkpoint,
+    Command,
+    ConnectStage,
+    Event,
+    Item,
+    KeepUp,
+    LinkBroke,
+    LoadStage,
+    SetHeat,
+    SetUplink,
+    StageFailed,
+    StageLoaded,
+    Stop,
+    SuspendStage,
+    UnloadStage,
+)
 from worker.emulation import EmulatedDevice, SlowDown
+from worker.filling import RestoreReady
 from worker.inbox import Inbox, SocketClosed
 from worker.kv.cache import BlockCache
 from worker.kv.fetches import BlocksFetched, LowerTier
 from worker.kv.host import HOST
 from worker.kv.trace import BlockTrace
 from worker.links import Link
-from worker.reuse import RestoreReady
+from worker.probing import EchoCame, SendEcho, echo_frame
+from worker.profiling import MeasureShape, ShapeMeasured, measure
 from worker.shard import Shard, open_shard
-from worker.stage import ORCHESTRATOR, StageRunner, StageSpec
+from worker.stage import ORCHESTRATOR, StageRunner
 
 logger = logging.getLogger(__name__)
 
 # With more rows, other batches fill the wait.
 LONE_ROWS = 2
+# Checkpointed after a frame, at 0.1 ms each: more than its rows fill.
+FRAME_SEGMENTS = 4
 DEVICE = "device"
-
-
-@dataclass(frozen=True, slots=True)
-class LoadStage:
-    spec: StageSpec
-    graph: bytes
-    blob_dir: Path
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectStage:
-    """Links by the stage they lead to; a stage without one is reached through the orchestrator."""
-
-    pipeline_id: str
-    epoch: int
-    links: dict[int, Link]
-
-
-@dataclass(frozen=True, slots=True)
-class UnloadStage:
-    pipeline_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class AdoptSocket:
-    """A link that another stage of a pipeline opened."""
-
-    pipeline_id: str
-    connection: socket.socket
-
-
-@dataclass(frozen=True, slots=True)
-class SetUplink:
-    """The link to the orchestrator, None while there is none, and the socket to read it from, if we have to."""
-
-    link: Link | None
-    connection: socket.socket | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SetHeat:
-    """Whether the device is hot."""
-
-    is_hot: bool
-
-
-@dataclass(frozen=True, slots=True)
-class KeepUp:
-    """Do a unit of what the block cache has to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    pass
-
-
-Command = (
-    LoadStage
-    | ConnectStage
-    | UnloadStage
-    | AdoptSocket
-    | SetUplink
-    | SetHeat
-    | BlocksFetched
-    | RestoreReady
-    | KeepUp
-    | Stop
-)
-Item = Command | flow_pb2.Frame | SocketClosed
-
-
-@dataclass(frozen=True, slots=True)
-class StageLoaded:
-    spec: StageSpec
-    execution_provider: str
-
-
-@dataclass(frozen=True, slots=True)
-class StageFailed:
-    spec: StageSpec
-    error: ShoalError
-
-
-@dataclass(frozen=True, slots=True)
-class LinkBroke:
-    pipeline_id: str
-    epoch: int
-    message: str
-
-
-Event = StageLoaded | StageFailed | LinkBroke | SocketClosed
 
 
 @dataclass(slots=True)
@@ -143,7 +74,7 @@ class _Loaded:
 class Compute:
     """Runs in a thread of its own from start() to stop().
 
-    kv_bytes, kv_tiers(), and the condition of the emulated device, may be read by any thread.
+    kv_bytes, kv_tiers(), busy_s(), and the condition of the emulated device, may be read by any thread.
     Invariant: sessions, arenas, stages and the block cache are touched by that thread only; others post().
     """
 
@@ -173,6 +104,7 @@ class Compute:
         self._cached = self._cache.snapshot()
         self._kv_budget_bytes = 0
         self._num_held_blocks = 0
+        self._busy_since: float | None = None
 
     def start(self) -> None:
         if self._lower is not None:
@@ -198,6 +130,15 @@ class Compute:
         )
         return device, cached.status_at(now), self._cache.lower_status(cached)
 
+    def busy_s(self, now: float) -> float:
+        """How long the thread has been at what it does now, 0 if it waits; now is that of the monotonic clock."""
+        since = self._busy_since
+        return 0.0 if since is None else max(0.0, now - since)
+
+    @property
+    def _has_segment(self) -> bool:
+        return any(loaded.runner.has_segment for loaded in self._stages.values())
+
     def _run(self) -> None:
         while True:
             item = self._next()
@@ -211,6 +152,8 @@ class Compute:
             has_kept_up = isinstance(item, flow_pb2.Frame) and self._cache.has_work
             if has_kept_up:
                 self._work_on(KeepUp())
+            if isinstance(item, flow_pb2.Frame) and self._has_segment:
+                self._work_on(Checkpoint())
             # A step by itself changes nothing that is kept.
             if has_kept_up or not is_step:
                 self._cached = self._cache.snapshot()
@@ -222,10 +165,10 @@ class Compute:
 
     def _next(self) -> Item:
         """Wait for what comes next; awake, if the device may and a step of a lone stream's burst is to come round."""
-        if self._cache.has_work:
+        if self._cache.has_work or (self._cache.has_idle_work and not self._expects_step):
             return self._inbox.poll() or KeepUp()
         if not self._expects_step:
-            return self._inbox.get()
+            return (self._inbox.poll() or Checkpoint()) if self._has_segment else self._inbox.get()
         started = time.monotonic()
         item = self._inbox.get(self._anticipation.plan())
         if _is_lone_burst(item):
@@ -234,12 +177,13 @@ class Compute:
 
     def _work_on(self, item: Item) -> None:
         """Act on an item; what it takes, the wait of a slowed-down device included, warms an emulated one."""
-        if self.emulated is None:
-            self._supervise(item)
-            return
-        self.emulated.begin(time.monotonic())
+        self._busy_since = time.monotonic()
+        if self.emulated is not None:
+            self.emulated.begin(self._busy_since)
         self._supervise(item)
-        self.emulated.end(time.monotonic())
+        if self.emulated is not None:
+            self.emulated.end(time.monotonic())
+        self._busy_since = None
 
     def _supervise(self, item: Item) -> None:
         try:
@@ -253,6 +197,8 @@ class Compute:
 
     def _handle(self, item: Item) -> None:
         match item:
+            case flow_pb2.Frame() if item.HasField("echo"):
+                self._notify(EchoCame((time.monotonic_ns() - item.echo.sent_ns) / 1e9))
             case flow_pb2.Frame():
                 loaded = self._stages.get(item.pipeline_id)
                 if loaded is not None:
@@ -262,6 +208,8 @@ class Compute:
                 self._load(item)
             case ConnectStage():
                 self._connect(item)
+            case SuspendStage(pipeline_id):
+                self._suspend(pipeline_id)
             case UnloadStage(pipeline_id):
                 self._unload(pipeline_id)
             case AdoptSocket():
@@ -276,8 +224,16 @@ class Compute:
                 runner = self._runner_of(item)
                 if runner is not None:
                     runner.resume(item)
+            case MeasureShape():
+                self._measure_shape(item)
+            case SendEcho(num_bytes):
+                if self._uplink.link is not None:
+                    self._uplink.link.send(echo_frame(num_bytes, time.monotonic_ns(), ORCHESTRATOR))
             case KeepUp():
                 self._cache.work()
+            case Checkpoint():
+                for loaded in self._stages.values():
+                    loaded.runner.checkpoint(FRAME_SEGMENTS)
             case SocketClosed():
                 self._notify(item)
             case Stop():
@@ -289,6 +245,8 @@ class Compute:
         match item:
             case LoadStage():
                 self._notify(StageFailed(item.spec, error))
+            case MeasureShape():
+                self._notify(ShapeMeasured(item.command.shape_digest, None, error.reason, error.message))
             case flow_pb2.Frame() if item.HasField("step") and item.pipeline_id in self._stages:
                 logger.error(
                     "step_failed pipeline=%s step=%d error=%s", item.pipeline_id, item.step.step, error.message
@@ -327,15 +285,48 @@ class Compute:
 
     def _load(self, command: LoadStage) -> None:
         spec = command.spec
+        loaded = self._stages.get(spec.pipeline_id)
+        if loaded is not None and loaded.runner.spec.is_same_shard(spec):
+            self._unlink(loaded)
+            loaded.runner.rebase(spec)
+        else:
+            loaded = self._open(command)
+        self._measure_budget()
+        self._notify(StageLoaded(spec, loaded.shard.provider))
+
+    def _open(self, command: LoadStage) -> _Loaded:
+        spec = command.spec
         self._unload(spec.pipeline_id)
         shard = open_shard(spec.shape, command.graph, command.blob_dir, num_threads=self._profile.num_threads)
         # Only an emulated device is slower than the machine it runs on.
         slow_down = SlowDown(1.0) if self.emulated is None else self.emulated.slow_down
-        send = partial(self._route, spec)
-        runner = StageRunner(spec, shard, slow_down, send, self._cache, self._inbox.post)
-        self._stages[spec.pipeline_id] = _Loaded(runner, shard, {}, [])
-        self._measure_budget()
-        self._notify(StageLoaded(spec, shard.provider))
+        send = partial(self._route, spec.pipeline_id)
+        lower = self._lower if self._cache.is_on else None
+        runner = StageRunner(spec, shard, slow_down, send, self._cache, self._inbox.post, lower=lower)
+        self._stages[spec.pipeline_id] = loaded = _Loaded(runner, shard, {}, [])
+        return loaded
+
+    def _suspend(self, pipeline_id: str) -> None:
+        loaded = self._stages.get(pipeline_id)
+        if loaded is not None:
+            self._unlink(loaded)
+            loaded.runner.suspend()
+            self._measure()
+
+    def _unlink(self, loaded: _Loaded) -> None:
+        """Close the links of a stage, which are those of an epoch."""
+        for link in loaded.links.values():
+            link.close()
+        for connection in loaded.inbound:
+            self._inbox.remove_socket(connection)
+            connection.close()
+        loaded.links, loaded.inbound = {}, []
+
+    def _measure_shape(self, item: MeasureShape) -> None:
+        if self._stages:
+            raise NotReady("the device holds layers; it is measured when it does not")
+        times = measure(item.command, self._profile, item.folder, time.time())
+        self._notify(ShapeMeasured(times.shape_digest, times))
 
     def _connect(self, command: ConnectStage) -> None:
         loaded = self._stages.get(command.pipeline_id)
@@ -367,29 +358,27 @@ class Compute:
         loaded = self._stages.pop(pipeline_id, None)
         if loaded is None:
             return
-        for link in loaded.links.values():
-            link.close()
-        for connection in loaded.inbound:
-            self._inbox.remove_socket(connection)
-            connection.close()
+        self._unlink(loaded)
         loaded.runner.close()
         loaded.shard.close()
         self._measure_budget()
 
-    def _route(self, spec: StageSpec, frame: flow_pb2.Frame) -> None:
+    def _route(self, pipeline_id: str, frame: flow_pb2.Frame) -> None:
+        loaded = self._stages[pipeline_id]
+        spec = loaded.runner.spec
         if frame.to_stage == spec.stage:
             # Through the inbox, behind what came from outside: a burst on one device can be cancelled.
             self._inbox.post(frame)
             return
         link = self._uplink.link
         if frame.to_stage != ORCHESTRATOR:
-            link = self._stages[spec.pipeline_id].links.get(frame.to_stage, link)
+            link = loaded.links.get(frame.to_stage, link)
         try:
             if link is None:
                 raise ConnectionFailed("the orchestrator is out of reach")
             link.send(frame)
         except ConnectionFailed as error:
-            self._notify(LinkBroke(spec.pipeline_id, spec.epoch, f"to stage {frame.to_stage}: {error.message}"))
+            self._notify(LinkBroke(spec, f"to stage {frame.to_stage}: {error.message}"))
 
 
 def _is_lone_burst(item: object) -> bool:

@@ -28,8 +28,8 @@ DIAL_TIMEOUT_S = 2.0
 class Opened:
     """A link that was opened.
 
-    carrying: what has to run as a task as long as a gRPC link lives. connection: the socket that the compute thread has to
-    read, if it is the one to do it. inbound: delays what comes in, if the link is emulated.
+    carrying: what has to run as a task as long as a gRPC link lives. connection: the socket to read from, if somebody has
+    to: of the uplink, the compute thread. inbound: delays what comes in, if the link is emulated.
     """
 
     link: Link
@@ -39,7 +39,10 @@ class Opened:
 
 
 class Dialer:
-    """Opens the links of one worker; `deliver` takes frames that come in, from any thread."""
+    """Opens the links of one worker; `deliver` takes frames that come in, from any thread.
+
+    uplink_kind: of the latest link to the orchestrator.
+    """
 
     def __init__(
         self,
@@ -54,6 +57,7 @@ class Dialer:
         self._worker_id = worker_id
         self._incarnation = incarnation
         self._deliver = deliver
+        self.uplink_kind = ""
         self._is_shaped = profile.link.delay_ms > 0 or profile.link.rate_mbit_s > 0
 
     def advertised_host(self) -> str:
@@ -75,6 +79,7 @@ class Dialer:
         if self._config.use_sockets and welcome.socket_port:
             host = self._config.join.rpartition(":")[0]
             link = await dial(f"{host}:{welcome.socket_port}", hello, DIAL_TIMEOUT_S)
+        self.uplink_kind = SocketLink.kind if link is not None else GrpcLink.kind
         if link is None:
             carried = GrpcLink(asyncio.get_running_loop())
             carried.send(hello)
@@ -87,18 +92,27 @@ class Dialer:
 
     async def reach(self, command: fleet_pb2.LoadShard, stage: int) -> Opened | None:
         """Open a link to another stage of the pipeline; None if it cannot be reached directly."""
+        return await self.reach_peer(
+            command.stages[stage], command.pipeline_id, command.link_token, lambda _frame: None
+        )
+
+    async def reach_peer(
+        self, peer: fleet_pb2.StageAddress, pipeline_id: str, token: bytes, on_frame: Callable[[flow_pb2.Frame], None]
+    ) -> Opened | None:
+        """Open a link to a peer; None if it cannot be reached directly. on_frame: takes what comes back by gRPC."""
         if not self._profile.allow_direct_links:
             return None
-        peer = command.stages[stage]
-        hello = self._hello(command.pipeline_id, command.link_token)
+        hello = self._hello(pipeline_id, token)
         if self._config.use_sockets and peer.socket_address:
             link = await dial(peer.socket_address, hello, DIAL_TIMEOUT_S)
             if link is not None:
-                return Opened(self._shaped(link))
-        return await self._reach_by_grpc(peer.flow_address, hello) if peer.flow_address else None
+                return Opened(self._shaped(link), connection=link.connection)
+        return await self._reach_by_grpc(peer.flow_address, hello, on_frame) if peer.flow_address else None
 
-    async def _reach_by_grpc(self, address: str, hello: flow_pb2.Frame) -> Opened | None:
-        channel = grpc.aio.insecure_channel(address, options=rpc.CHANNEL_OPTIONS)
+    async def _reach_by_grpc(
+        self, address: str, hello: flow_pb2.Frame, on_frame: Callable[[flow_pb2.Frame], None]
+    ) -> Opened | None:
+        channel = grpc.aio.insecure_channel(address, options=rpc.FLEET_OPTIONS)
         try:
             async with asyncio.timeout(DIAL_TIMEOUT_S):
                 await channel.channel_ready()
@@ -110,7 +124,7 @@ class Dialer:
 
         async def carry() -> None:
             try:
-                await run_grpc_link(link, channel, lambda _frame: None)
+                await run_grpc_link(link, channel, on_frame)
             finally:
                 await channel.close(None)
 

@@ -19,6 +19,7 @@ from typing import Protocol
 
 import grpc
 
+from shoal import sockets
 from shoal.codec import HEADER_BYTES, MAX_HELLO_BYTES, FrameBuffer, body_bytes, pack_frame
 from shoal.errors import ConnectionFailed, ShoalError
 from shoal.v1 import flow_pb2, flow_pb2_grpc
@@ -43,7 +44,7 @@ class SocketLink:
     kind = "socket"
 
     def __init__(self, connection: socket.socket) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sockets.tune(connection)
         connection.settimeout(SEND_TIMEOUT_S)
         self.connection = connection
 

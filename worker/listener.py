@@ -15,15 +15,17 @@ from typing import Any
 
 import grpc
 
-from shoal import rpc
+from shoal import rpc, sockets
 from shoal.errors import ConnectionFailed, InvalidRequest, ShoalError
-from shoal.types import PROTOCOL_VERSION
+from shoal.types import PROTOCOL_VERSION, LinkProfile
 from shoal.v1 import flow_pb2, flow_pb2_grpc
 from worker.links import read_hello
+from worker.probing import PROBES, EchoStream
 
 logger = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 5.0
+UNLIMITED = LinkProfile()
 
 
 class PeerListener(flow_pb2_grpc.FlowServiceServicer):
@@ -33,11 +35,17 @@ class PeerListener(flow_pb2_grpc.FlowServiceServicer):
     """
 
     def __init__(
-        self, host: str, on_frame: Callable[[flow_pb2.Frame], None], on_socket: Callable[[str, socket.socket], None]
+        self,
+        host: str,
+        on_frame: Callable[[flow_pb2.Frame], None],
+        on_socket: Callable[[str, socket.socket], None],
+        link: LinkProfile = UNLIMITED,
     ) -> None:
+        """link: how slowly echoes over gRPC are to be answered."""
         self._host = host
         self._on_frame = on_frame
         self._on_socket = on_socket
+        self._link = link
         self._server: grpc.aio.Server | None = None
         self._socket: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
@@ -78,11 +86,19 @@ class PeerListener(flow_pb2_grpc.FlowServiceServicer):
     ) -> AsyncGenerator[flow_pb2.FlowResponse, None]:
         first = await anext(request_iterator, flow_pb2.FlowRequest())
         self._check(first.frame)
-        async for request in request_iterator:
-            self._on_frame(request.frame)
-        nothing: tuple[flow_pb2.FlowResponse, ...] = ()
-        for response in nothing:  # frames go one way between stages, yet the method has to be a generator
-            yield response
+        if first.frame.pipeline_id != PROBES:
+            # Frames go one way between stages.
+            async for request in request_iterator:
+                if self.tokens.get(first.frame.pipeline_id) != first.frame.link_hello.link_token:
+                    return  # its epoch is over
+                self._on_frame(request.frame)
+            return
+        echoes = EchoStream(self._link)
+        try:
+            async for request in request_iterator:
+                yield flow_pb2.FlowResponse(frame=await echoes.answer(request.frame))
+        finally:
+            echoes.close()
 
     def _check(self, frame: flow_pb2.Frame) -> None:
         """Raise InvalidRequest unless the frame is a hello with the token of one of our pipelines."""
@@ -112,5 +128,5 @@ class PeerListener(flow_pb2_grpc.FlowServiceServicer):
         except asyncio.CancelledError:
             connection.close()
             raise
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sockets.tune(connection)
         self._on_socket(hello.pipeline_id, connection)

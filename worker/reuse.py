@@ -1,45 +1,24 @@
-"""What one stage does about kept KV: fills slots with blocks before their first row, and keeps what prompts compute.
+"""What one stage does about kept KV: what fills slots before their first row, and what is kept of what they compute.
 
-Copies a few blocks a turn, so that steps of other sequences go on in between. However a restore goes, it travels on to the
-next stage, unless its sequence was cancelled: then nobody waits for it, and nothing writes to the slot any more. Knows
-frames and names of blocks; `cache` knows their bytes. Part of a `stage`, owned by the compute thread.
+A slot that was a sequence's in an earlier epoch of the pipeline may still hold its KV: it is retained until it is asked for
+or needed. Else `filling` gets what is kept elsewhere. Prompts leave blocks in `cache`, running sequences their trails by
+`checkpoints`. Knows frames and names of blocks. Part of a `stage`, owned by the compute thread.
 """
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
-from shoal.errors import ShoalError
 from shoal.kv import BLOCK_TOKENS, BlockHash
 from shoal.v1 import flow_pb2
+from worker.checkpoints import Checkpoints
+from worker.filling import Filling, Message, RestoreReady, names_of
 from worker.kv.arena import Arena
-from worker.kv.block import BlockForm, ChainBlock
+from worker.kv.block import BlockForm
 from worker.kv.cache import BlockCache
-from worker.kv.cache import Restored as RestoredBlock
-from worker.kv.codec import KVCodec
-from worker.kv.fetches import Found
-from worker.kv.policy import coarser
-
-# At about 1.5 ms each.
-TURN_BLOCKS = 4
-# Fetched at a time: they may take memory beyond what blocks are kept in.
-FETCH_BLOCKS = 16
-
-# What goes on to the next stage.
-Message = flow_pb2.Restore | flow_pb2.Prefetch | flow_pb2.KeepBlocks | flow_pb2.ForgetBlocks
-
-
-@dataclass(frozen=True, slots=True)
-class RestoreReady:
-    """A restore may go on; for `Reuse.resume`."""
-
-    pipeline_id: str
-    epoch: int
-    slot: int
-    sequence_id: int
+from worker.kv.fetches import LowerTier
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,25 +29,10 @@ class _Names:
     is_exact: bool
 
 
-@dataclass(slots=True)
-class _Restoring:
-    """chain: blocks that all stages before have. fetch_began_at: None before anything was fetched.
-
-    num_at_fetch: blocks that were done when the last fetch began.
-    """
-
-    request: flow_pb2.Restore
-    chain: tuple[ChainBlock, ...]
-    done: list[RestoredBlock] = field(default_factory=list)
-    fetched: Found = field(default_factory=dict)
-    fetch_began_at: float | None = None
-    num_at_fetch: int = -1
-
-
 class Reuse:
-    """Invariants: a slot that is being filled is its sequence's, and has no rows yet; an emptied slot is not written to."""
+    """Invariant: a retained slot is of a sequence of an earlier epoch that has a trail: it has no names, and no rows yet."""
 
-    __slots__ = ("_arena", "_cache", "_clock", "_form", "_is_first", "_names", "_post", "_restoring", "_send", "_where")
+    __slots__ = ("_arena", "_cache", "_checkpoints", "_filling", "_form", "_names", "_retained", "_send")
 
     def __init__(
         self,
@@ -79,120 +43,45 @@ class Reuse:
         send: Callable[[Message], None],
         post: Callable[[RestoreReady], None],
         *,
+        lower: LowerTier | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """where: pipeline and epoch. send: to whoever comes after. post: brings what it is given back to `resume`, later."""
-        self._where = where
+        """where: pipeline and epoch. send: to whoever comes after. post: brings what it is given back to `resume`, later.
+
+        lower: where sequences are checkpointed, if they are.
+        """
         self._form = form
-        self._is_first = form.layers.start == 0
         self._arena = arena
         self._cache = cache
         self._send = send
-        self._post = post
-        self._clock = clock
         self._names: dict[int, _Names] = {}
-        self._restoring: dict[int, _Restoring] = {}
+        # Slots, and the sequences that had them.
+        self._retained: dict[int, int] = {}
+        self._checkpoints = Checkpoints(form, arena, lower)
+        self._filling = Filling(where, form, arena, cache, self._checkpoints, send, post, lower=lower, clock=clock)
 
     # Filling slots
 
     def restore(self, request: flow_pb2.Restore) -> None:
         """Begin to fill a slot."""
-        count = len(request.block_hashes) if self._is_first else request.restored.num_blocks
-        hashes = names_of(request.block_hashes[:count])
-        restoring = _Restoring(request, self._form.chain(hashes))
-        self._restoring[request.slot] = restoring
-        try:
-            self._arena.check_fill(request.slot, len(hashes) * BLOCK_TOKENS)
-        except ShoalError:
-            restoring.chain = ()
-        self.resume(request.slot, request.sequence_id)
+        count, limit = self._filling.wanted(request)
+        held = self._take_retained(request, limit)
+        if request.slot < self._arena.num_slots:
+            self._make_room({request.slot: max(limit, count * BLOCK_TOKENS)})
+        self._filling.begin(request, held)
 
-    def resume(self, slot: int, sequence_id: int) -> None:
-        """Copy some more blocks; one that does not go on any more is nobody's."""
-        restoring = self._restoring.get(slot)
-        if restoring is None or restoring.request.sequence_id != sequence_id:
-            return
-        for _ in range(TURN_BLOCKS):
-            if len(restoring.done) == len(restoring.chain):
-                self._finish(restoring)
-                return
-            if not self._fill_next(restoring):
-                if not self._fetch(restoring):
-                    self._finish(restoring)
-                return
-        self._post(RestoreReady(*self._where, slot, sequence_id))
+    def resume(self, ready: RestoreReady) -> None:
+        """Go on with a restore."""
+        self._filling.resume(ready)
 
     def give_up(self, slot: int, sequence_id: int) -> None:
         """End a restore that failed as if nothing had been found."""
-        restoring = self._restoring.get(slot)
-        if restoring is not None and restoring.request.sequence_id == sequence_id:
-            restoring.done.clear()
-            self._finish(restoring)
-
-    def _fill_next(self, restoring: _Restoring) -> bool:
-        request, index = restoring.request, len(restoring.done)
-        block = self._cache.restore(
-            restoring.chain[index],
-            self._arena.block(request.slot, index),
-            is_exact_only=request.is_exact_only,
-            fetched=restoring.fetched,
-        )
-        if block is None:
-            return False
-        restoring.done.append(block)
-        self._arena.set_length(request.slot, len(restoring.done) * BLOCK_TOKENS)
-        return True
-
-    def _fetch(self, restoring: _Restoring) -> bool:
-        """Fetch some of what is missing; the stages after do so at the same time. False if nothing will come.
-
-        A few blocks at a time, for they may be more than memory holds; not again after a fetch that was of no use.
-        """
-        request, num_done = restoring.request, len(restoring.done)
-        left_s = (request.fetch_timeout_ms - self._spent_ms(restoring)) / 1e3
-        missing = restoring.chain[num_done : num_done + FETCH_BLOCKS]
-        # Held is what may not be used: not exact, though that is asked for.
-        if left_s <= 0.0 or restoring.num_at_fetch == num_done or self._cache.holds(missing[0].key):
-            return False
-        is_first = restoring.fetch_began_at is None
-        if is_first:
-            restoring.fetch_began_at = self._clock()
-        restoring.num_at_fetch = num_done
-
-        def go_on(found: Found) -> None:
-            restoring.fetched = found
-            self._post(RestoreReady(*self._where, request.slot, request.sequence_id))
-
-        if not self._cache.fetch(missing, left_s, go_on):
-            return False
-        if is_first:
-            hashes = [chain.block_hash for chain in restoring.chain]
-            self._send(flow_pb2.Prefetch(block_hashes=hashes, timeout_ms=request.fetch_timeout_ms))
-        return True
-
-    def _spent_ms(self, restoring: _Restoring) -> float:
-        """Since the first fetch."""
-        began_at = restoring.fetch_began_at
-        return 0.0 if began_at is None else (self._clock() - began_at) * 1e3
-
-    def _finish(self, restoring: _Restoring) -> None:
-        request = restoring.request
-        del self._restoring[request.slot]
-        self._send(
-            flow_pb2.Restore(
-                sequence_id=request.sequence_id,
-                slot=request.slot,
-                block_hashes=request.block_hashes,
-                is_exact_only=request.is_exact_only,
-                fetch_timeout_ms=max(0.0, request.fetch_timeout_ms - self._spent_ms(restoring)),
-                restored=joined(None if self._is_first else request.restored, restoring.done),
-            )
-        )
+        self._filling.give_up(slot, sequence_id)
 
     def prefetch(self, request: flow_pb2.Prefetch) -> None:
         self._send(request)
-        blocks = self._form.chain(names_of(request.block_hashes))
-        self._cache.prefetch(blocks, request.timeout_ms / 1e3, is_ahead=request.is_ahead)
+        if not (request.trail_id and self._retains(request.slot, request.trail_id)):
+            self._filling.prefetch(request)
 
     def keep(self, request: flow_pb2.KeepBlocks) -> None:
         self._send(request)
@@ -202,12 +91,17 @@ class Reuse:
         self._send(request)
         self._cache.forget(names_of(request.block_hashes))
 
-    # Keeping what prompts compute
+    # Keeping what slots hold
 
-    def start(self, slot: int, start: flow_pb2.SequenceStart) -> None:
-        """A sequence has its first row, with the names of its prompt's blocks."""
-        self._restoring.pop(slot, None)
+    def start(self, slot: int, start: flow_pb2.SequenceStart, position: int) -> None:
+        """A sequence has its first row, from a position on, with the names of its prompt's blocks."""
+        self._filling.drop(slot)
+        if slot in self._retained:
+            self._lose_retained(slot)
         self._names[slot] = _Names(names_of(start.block_hashes), start.is_kv_exact)
+        if slot < self._arena.num_slots:
+            base = len(start.block_hashes) * BLOCK_TOKENS
+            self._checkpoints.begin(slot, start.trail_id, base, position, is_exact=start.is_kv_exact)
 
     def computed(self, slot: int, position: int, num_tokens: int, token_s: float) -> None:
         """A row of a slot was computed, at token_s a token: have the blocks of the prompt stored that it completed."""
@@ -220,39 +114,93 @@ class Reuse:
             cost_s = token_s * BLOCK_TOKENS
             self._cache.store(filled, self._arena, slot, is_exact=names.is_exact, cost_s=cost_s)
 
-    def release(self, slot: int) -> None:
-        """A slot is about to be emptied."""
-        self._restoring.pop(slot, None)
-        if self._names.pop(slot, None) is not None:
-            self._cache.release(self._arena, slot)
+    @property
+    def has_segment(self) -> bool:
+        """Whether a segment of a running sequence is to be checkpointed, and can be."""
+        return self._checkpoints.has_work
+
+    def checkpoint(self, most: int) -> None:
+        """Checkpoint so many segments at most."""
+        for _ in range(most):
+            if not self._checkpoints.work():
+                return
+
+    def release(self, slot: int, *, will_resume: bool = False) -> None:
+        """A slot is about to be emptied. will_resume: its sequence goes on later, and needs what is checkpointed of it."""
+        self._filling.drop(slot)
+        self._names.pop(slot, None)
+        self._retained.pop(slot, None)
+        self._checkpoints.end(slot, will_resume=will_resume)
+        self._cache.release(self._arena, slot)
 
     def close(self) -> None:
         """The arena is about to be closed."""
-        self._restoring.clear()
+        self._filling.rebase(("", 0))
         self._names.clear()
+        self._retained.clear()
+        self._checkpoints.close()
         self._cache.release(self._arena)
 
+    # Retained slots
 
-def names_of(block_hashes: Iterable[bytes]) -> list[BlockHash]:
-    return [BlockHash(block_hash) for block_hash in block_hashes]
+    def retain(self, slot: int, sequence_id: int) -> bool:
+        """The epoch of a slot is over: keep what it holds, for a run that goes on with it; False if none can."""
+        self._filling.drop(slot)
+        self._names.pop(slot, None)
+        if not self._checkpoints.trail_id(slot) or self._arena.length(slot) == 0:
+            return False
+        self._retained[slot] = sequence_id
+        return True
 
+    def rebase(self, where: tuple[str, int]) -> None:
+        """Go on in another epoch; of the one before there are retained slots and nothing else."""
+        self._filling.rebase(where)
 
-def joined(before: flow_pb2.RestoredBlocks | None, done: Sequence[RestoredBlock]) -> flow_pb2.RestoredBlocks:
-    """What all stages up to this one have in the slot; before: what those before it have, None at the first.
+    def is_retained(self, slot: int, sequence_id: int) -> bool:
+        return self._retained.get(slot) == sequence_id
 
-    A stage misses the end of a prefix rather than its begin, so what was fetched before is taken to be the last of it.
-    """
-    count = len(done)
-    if count == 0:
-        return flow_pb2.RestoredBlocks(is_exact=True)
-    codecs, num_from_lower, is_exact = [block.codec for block in done], 0, True
-    if before is not None:
-        codecs.append(KVCodec(before.codec))
-        num_from_lower = max(0, before.num_from_redis - (before.num_blocks - count))
-        is_exact = before.is_exact
-    return flow_pb2.RestoredBlocks(
-        num_blocks=count,
-        num_from_redis=max(num_from_lower, sum(block.is_from_lower for block in done)),
-        codec=functools.reduce(coarser, codecs).value,
-        is_exact=is_exact and all(block.is_exact for block in done),
-    )
+    def make_room(self, rows: Iterable[flow_pb2.StepRow]) -> None:
+        """Lose retained slots if rows need what they take: nobody reserves KV memory for what may come back."""
+        if self._retained:
+            self._make_room(
+                {row.slot: row.position + row.num_tokens for row in rows if row.slot < self._arena.num_slots}
+            )
+
+    def _make_room(self, lengths: Mapping[int, int]) -> None:
+        while not self._arena.has_room(lengths):
+            others = [slot for slot in self._retained if slot not in lengths]
+            if not others:
+                return
+            self._lose_retained(max(others, key=self._arena.length))
+
+    def expect_no_more(self, slot: int, sequence_id: int) -> None:
+        """A sequence ends of which this stage has heard only that its slot would be filled."""
+        self._filling.drop(slot, sequence_id)
+
+    def check_invariants(self) -> None:
+        self._checkpoints.check_invariants()
+        self._filling.check_invariants()
+        for slot in self._retained:
+            assert self._checkpoints.trail_id(slot), f"slot {slot} is retained for nobody"
+            assert slot not in self._names
+
+    def _retains(self, slot: int, trail_id: bytes) -> bool:
+        return slot in self._retained and self._checkpoints.trail_id(slot) == trail_id
+
+    def _take_retained(self, request: flow_pb2.Restore, limit: int) -> int:
+        """Give a retained slot to whom it is asked for; how many tokens of use it holds, 0 if it was another's."""
+        slot = request.slot
+        if slot not in self._retained:
+            return 0
+        is_exact_enough = self._checkpoints.is_exact(slot) or not request.is_exact_only
+        if not (request.trail_id and self._retains(slot, request.trail_id) and is_exact_enough):
+            self._lose_retained(slot)
+            return 0
+        del self._retained[slot]
+        return min(self._arena.length(slot), limit)
+
+    def _lose_retained(self, slot: int) -> None:
+        del self._retained[slot]
+        self._checkpoints.leave(slot)
+        self._cache.release(self._arena, slot)
+        self._arena.release(slot)

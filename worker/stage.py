@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -20,13 +20,17 @@ from shoal.messages import sampling_from_proto
 from shoal.types import LayerRange, ShardShape
 from shoal.v1 import flow_pb2, types_pb2
 from worker.emulation import SlowDown
+from worker.filling import Message, RestoreReady
 from worker.kv.block import BlockForm
 from worker.kv.cache import BlockCache
-from worker.reuse import Message, RestoreReady, Reuse
+from worker.kv.fetches import LowerTier
+from worker.reuse import Reuse
 from worker.sampling import Sampled, Sampler
 from worker.shard import Shard, ShardBatch, ShardRow
 
 ORCHESTRATOR = -1
+# Of a stage that is in no epoch now: no frame has it.
+NO_EPOCH = -1
 
 Body = flow_pb2.Step | flow_pb2.StepResult | flow_pb2.Cancel | flow_pb2.StepFailed | flow_pb2.Restored
 
@@ -42,6 +46,15 @@ class StageSpec:
     shape: ShardShape
     layers: LayerRange
     model_digest: str
+
+    def is_same_shard(self, other: StageSpec) -> bool:
+        """Whether a stage loaded for one can go on for the other, with what its slots hold."""
+        return (self.pipeline_id, self.model_digest, self.layers, self.shape) == (
+            other.pipeline_id,
+            other.model_digest,
+            other.layers,
+            other.shape,
+        )
 
     @property
     def block_form(self) -> BlockForm:
@@ -73,15 +86,20 @@ class StageRunner:
         send: Callable[[flow_pb2.Frame], None],
         cache: BlockCache,
         post: Callable[[RestoreReady], None],
+        *,
+        lower: LowerTier | None = None,
     ) -> None:
-        """post: brings a restore that may go on back to `resume`, behind what has arrived meanwhile."""
+        """post: brings a restore that may go on back to `resume`, behind what has arrived meanwhile.
+
+        lower: where running sequences are checkpointed, if they are.
+        """
         self.spec = spec
         self._shard = shard
         self._slow_down = slow_down
         self._send = send
         self._active: dict[int, ActiveSequence] = {}
         where = (spec.pipeline_id, spec.epoch)
-        self._reuse = Reuse(where, spec.block_form, shard.arena, cache, self._send_on, post)
+        self._reuse = Reuse(where, spec.block_form, shard.arena, cache, self._send_on, post, lower=lower)
 
     def handle(self, frame: flow_pb2.Frame) -> None:
         """Act on a frame for this stage; one of another epoch is dropped. Whatever fails becomes a StepFailed."""
@@ -106,11 +124,39 @@ class StageRunner:
 
     def resume(self, ready: RestoreReady) -> None:
         """Go on with a restore."""
-        self._reuse.resume(ready.slot, ready.sequence_id)
+        self._reuse.resume(ready)
 
     def give_up_restore(self, slot: int, sequence_id: int) -> None:
         """End a restore that failed: nothing was restored."""
         self._reuse.give_up(slot, sequence_id)
+
+    def rebase(self, spec: StageSpec) -> None:
+        """Go on as the same shard in another epoch. What slots hold of sequences that may go on is retained."""
+        assert self.spec.is_same_shard(spec)
+        for slot, active in self._active.items():
+            if not self._reuse.retain(slot, active.sequence_id):
+                self._release(slot)
+        self._active.clear()
+        self.spec = spec
+        self._reuse.rebase((spec.pipeline_id, spec.epoch))
+
+    def suspend(self) -> None:
+        """Be in no epoch until it is rebased."""
+        self.rebase(replace(self.spec, epoch=NO_EPOCH))
+
+    @property
+    def has_segment(self) -> bool:
+        """Whether a segment of a sequence is to be checkpointed, and can be."""
+        return self._reuse.has_segment
+
+    def checkpoint(self, most: int) -> None:
+        """Checkpoint so many segments at most, as there are and as there is room now."""
+        self._reuse.checkpoint(most)
+
+    def check_invariants(self) -> None:
+        self._reuse.check_invariants()
+        for slot, active in self._active.items():
+            assert not self._reuse.is_retained(slot, active.sequence_id)
 
     def close(self) -> None:
         """Let go of the shard, which is about to be closed."""
@@ -150,16 +196,21 @@ class StageRunner:
 
     def _cancel(self, cancel: flow_pb2.Cancel) -> None:
         for sequence in cancel.sequences:
-            active = self._active.get(sequence.slot)
-            if active is not None and active.sequence_id == sequence.sequence_id:
-                del self._active[sequence.slot]
-                self._release(sequence.slot)
+            slot, sequence_id = sequence.slot, sequence.sequence_id
+            active = self._active.get(slot)
+            if active is not None and active.sequence_id == sequence_id:
+                del self._active[slot]
+                self._release(slot, will_resume=sequence.will_resume)
+            elif active is None and self._reuse.is_retained(slot, sequence_id):
+                self._release(slot, will_resume=sequence.will_resume)
+            else:
+                self._reuse.expect_no_more(slot, sequence_id)
         if not self.spec.shape.is_last:
             self._send(self._frame(self.spec.stage + 1, cancel=cancel))
 
-    def _release(self, slot: int) -> None:
+    def _release(self, slot: int, *, will_resume: bool = False) -> None:
         try:
-            self._reuse.release(slot)
+            self._reuse.release(slot, will_resume=will_resume)
         finally:
             self._shard.release(slot)
 
@@ -179,9 +230,10 @@ class StageRunner:
     def _start(self, row: flow_pb2.StepRow) -> None:
         sampler = None
         if self.spec.shape.is_last:
-            sampler = Sampler(sampling_from_proto(row.start.sampling, seed=0), row.start.prompt_token_ids)
+            sampling = sampling_from_proto(row.start.sampling, seed=0)
+            sampler = Sampler(sampling, row.start.prompt_token_ids, row.start.answer_token_ids)
         self._active[row.slot] = ActiveSequence(row.sequence_id, sampler, frozenset(row.start.stop_token_ids))
-        self._reuse.start(row.slot, row.start)
+        self._reuse.start(row.slot, row.start, row.position)
 
     def _is_live(self, row: flow_pb2.StepRow) -> bool:
         active = self._active.get(row.slot)
@@ -198,6 +250,7 @@ class StageRunner:
             tokens_or_hidden=self._input(step, live),
             solo=step.solo,
         )
+        self._reuse.make_room(rows)
         started = time.monotonic()
         output = self._shard.run(batch)
         wait_s = self._slow_down.extra_seconds(time.monotonic() - started)

@@ -15,7 +15,7 @@ from shoal.v1 import flow_pb2
 from tests.support.compute import NUM_LAYERS, WAIT_S, Bench, FakeLink, bench, model, run_badly, start
 from tests.support.shards import make_tokens
 from tests.support.stages import EPOCH, PIPELINE_ID, make_cancel, make_row, make_spec, make_step
-from worker.compute import (
+from worker.commands import (
     AdoptSocket,
     ConnectStage,
     LinkBroke,
@@ -148,7 +148,10 @@ def test_a_broken_link_is_told(bench: Bench) -> None:
 
     bench.compute.post(prefill())
 
-    assert bench.next_event() == LinkBroke(PIPELINE_ID, EPOCH, "to stage 1: the peer is gone")
+    broke = bench.next_event()
+    assert isinstance(broke, LinkBroke)
+    assert (broke.spec.pipeline_id, broke.spec.epoch) == (PIPELINE_ID, EPOCH)
+    assert broke.message == "to stage 1: the peer is gone"
 
 
 def test_without_a_link_to_the_orchestrator_its_loss_is_told(bench: Bench) -> None:

@@ -46,7 +46,7 @@ def test_a_restored_prompt_gives_the_bits_of_a_computed_one(
     restored = restore(stages, 2)
     prefill(stages, 2, begin=192, chunk=chunk)
 
-    assert restored == flow_pb2.RestoredBlocks(num_blocks=3, codec="f32", is_exact=True)
+    assert restored == flow_pb2.RestoredBlocks(num_blocks=3, codec="f32", is_exact=True, num_tokens=192)
     assert slot_contents(stages) == expected_contents
     tokens = decode(stages, 2, 5)
     for token in tokens:
@@ -131,7 +131,7 @@ def test_a_policy_shows_in_what_is_restored(open_stages: Open, policy: KVPolicy,
 
     restored = restore(stages, 2)
 
-    assert restored == flow_pb2.RestoredBlocks(num_blocks=3, codec=codec, is_exact=codec == "f32")
+    assert restored == flow_pb2.RestoredBlocks(num_blocks=3, codec=codec, is_exact=codec == "f32", num_tokens=192)
 
 
 def test_first_and_newest_blocks_of_a_prompt_stay_exact_under_a_lossy_policy(open_stages: Open) -> None:
@@ -156,7 +156,9 @@ def test_a_request_for_exact_blocks_gets_none_behind_a_lossy_one(open_stages: Op
     stages.send(make_cancel((1, 0)))
     stages.take_results()
 
-    assert restore(stages, 2, is_exact_only=True) == flow_pb2.RestoredBlocks(num_blocks=1, codec="f32", is_exact=True)
+    assert restore(stages, 2, is_exact_only=True) == flow_pb2.RestoredBlocks(
+        num_blocks=1, codec="f32", is_exact=True, num_tokens=64
+    )
 
 
 def test_what_is_computed_from_lossy_blocks_is_not_exact_and_gives_way_to_what_is(open_stages: Open) -> None:
@@ -165,7 +167,7 @@ def test_what_is_computed_from_lossy_blocks_is_not_exact_and_gives_way_to_what_i
     stages.send(make_cancel((1, 0)))
     stages.take_results()
     assert restore(stages, 2, is_exact_only=True).num_blocks == 0
-    assert restore(stages, 3) == flow_pb2.RestoredBlocks(num_blocks=3, codec="f32", is_exact=False)
+    assert restore(stages, 3) == flow_pb2.RestoredBlocks(num_blocks=3, codec="f32", is_exact=False, num_tokens=192)
 
     prefill(stages, 4)
     stages.send(make_cancel((4, 0)))

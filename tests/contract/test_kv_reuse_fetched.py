@@ -20,7 +20,7 @@ from tests.support.kv_reuse import (
 )
 from tests.support.lower_tier import MemoryLowerTier
 from tests.support.stages import make_cancel, make_frame, make_restore
-from worker import reuse
+from worker import filling
 from worker.kv.block import HEADER_BYTES
 
 __all__ = ["model", "open_stages"]
@@ -35,7 +35,9 @@ def test_what_only_the_tier_below_has_is_fetched(open_stages: Open) -> None:
     restored = restore(restarted, 1, fetch_timeout_ms=50.0)
     prefill(restarted, 1, begin=192)
 
-    assert restored == flow_pb2.RestoredBlocks(num_blocks=3, num_from_redis=3, codec="f32", is_exact=True)
+    assert restored == flow_pb2.RestoredBlocks(
+        num_blocks=3, num_from_redis=3, codec="f32", is_exact=True, num_tokens=192
+    )
     assert slot_contents(restarted) == expected
     restarted.send(make_cancel((1, 0)))
     restarted.take_results()
@@ -58,8 +60,8 @@ def test_a_prompt_of_more_blocks_than_memory_holds_is_fetched_bit_by_bit(open_st
 def test_a_long_prompt_is_fetched_and_copied_some_blocks_at_a_time(
     open_stages: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reuse, "FETCH_BLOCKS", 2)
-    monkeypatch.setattr(reuse, "TURN_BLOCKS", 1)
+    monkeypatch.setattr(filling, "FETCH_BLOCKS", 2)
+    monkeypatch.setattr(filling, "TURN_BLOCKS", 1)
     lower = MemoryLowerTier()
     prefill(open_stages((), lower=lower), 1)
     lower.answers_at_once = False
@@ -116,7 +118,7 @@ def test_a_fetch_that_finds_nothing_leaves_what_memory_had(open_stages: Open) ->
         stages.send()
 
     (restored,) = stages.take_restored()
-    assert restored.restored == flow_pb2.RestoredBlocks(num_blocks=2, codec="f32", is_exact=True)
+    assert restored.restored == flow_pb2.RestoredBlocks(num_blocks=2, codec="f32", is_exact=True, num_tokens=128)
     assert lower.num_fetches == 2
 
 

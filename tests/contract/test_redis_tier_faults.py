@@ -82,7 +82,7 @@ def test_a_full_redis_takes_no_more_and_gives_what_it_has() -> None:
 
 
 def test_sessions_stay_when_blocks_have_to_go(redis_server: EmbeddedRedis) -> None:
-    with running_redis("--maxmemory", "6mb", "--maxmemory-policy", "volatile-lfu") as server:
+    with running_redis("--maxmemory", "6mb", "--maxmemory-policy", "volatile-lru") as server:
         command(server.url, "SET", b"session", bytes(1000))
         with started(server.url) as tier:
             write(tier, make_blocks(40, name="evict"))
@@ -126,6 +126,6 @@ def test_a_link_that_became_fast_again_is_found_out(redis_server: EmbeddedRedis)
     with started(redis_server.url) as tier:
         write(tier, blocks)
         assert len(fetch(tier, blocks)) == 1
-        tier._store.reading.bytes_per_s = 1.0
+        tier._transfers.reading.bytes_per_s = 1.0
         assert fetch(tier, blocks, timeout_s=1.0) == {}
         until(lambda: len(fetch(tier, blocks, timeout_s=1.0)) == 1)

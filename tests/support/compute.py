@@ -16,7 +16,8 @@ from shoal.v1 import flow_pb2
 from tests.support.fleet import make_device
 from tests.support.shards import TinyModel, make_tiny_model
 from tests.support.stages import graph_of, make_spec
-from worker.compute import Compute, Event, LoadStage, SetUplink
+from worker.commands import Event, LoadStage, SetUplink
+from worker.compute import Compute
 from worker.kv.fetches import LowerTier
 
 WAIT_S = 20.0
@@ -61,8 +62,10 @@ class Bench:
     def next_event(self) -> Event:
         return self.events.get(timeout=WAIT_S)
 
-    def load(self, layers: LayerRange = ALL_LAYERS, stage: int = 0, num_stages: int = 1) -> Event:
-        spec = make_spec(self.model, layers, stage, num_stages)
+    def load(
+        self, layers: LayerRange = ALL_LAYERS, stage: int = 0, num_stages: int = 1, slot_tokens: int = 128
+    ) -> Event:
+        spec = make_spec(self.model, layers, stage, num_stages, slot_tokens=slot_tokens)
         self.compute.post(LoadStage(spec, graph_of(self.model, layers), self.model.blob_directory))
         return self.next_event()
 

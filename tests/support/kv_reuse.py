@@ -45,8 +45,9 @@ def open_stages(model: TinyModel) -> Iterator[Open]:
         policy: KVPolicy = KVPolicy.EXACT,
         lower: MemoryLowerTier | None = None,
         caches: Sequence[BlockCache] | None = None,
+        kv_tokens: int | None = None,
     ) -> StageChain:
-        keeping = KVKeeping(budget_bytes, policy, lower, slot_tokens=256)
+        keeping = KVKeeping(budget_bytes, policy, lower, slot_tokens=256, kv_tokens=kv_tokens)
         opened.append(StageChain(model, cuts, keeping, caches))
         return opened[-1]
 

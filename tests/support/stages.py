@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -20,9 +20,9 @@ from shoal.types import KVPolicy, LayerRange, SamplingParams
 from shoal.v1 import flow_pb2
 from tests.support.shards import TinyModel, make_shape
 from worker.emulation import SlowDown
+from worker.filling import RestoreReady
 from worker.kv.cache import BlockCache
 from worker.kv.fetches import BlocksFetched, LowerTier
-from worker.reuse import RestoreReady
 from worker.shard import Shard, open_shard
 from worker.stage import ORCHESTRATOR, StageRunner, StageSpec
 
@@ -54,6 +54,7 @@ def make_start(
     stop_ids: Sequence[int] = (),
     names: Sequence[BlockHash] = (),
     is_kv_exact: bool = True,
+    **fields: Any,
 ) -> flow_pb2.SequenceStart:
     """By default tokens are drawn at random, so that every answer is different from the next."""
     return flow_pb2.SequenceStart(
@@ -61,6 +62,7 @@ def make_start(
         stop_token_ids=stop_ids,
         block_hashes=names,
         is_kv_exact=is_kv_exact,
+        **fields,
     )
 
 
@@ -90,20 +92,26 @@ def make_step(
     return flow_pb2.Frame(pipeline_id=PIPELINE_ID, epoch=EPOCH, to_stage=0, step=message)
 
 
-def make_cancel(*ended: tuple[int, int]) -> flow_pb2.Frame:
+def make_cancel(*ended: tuple[int, int], will_resume: bool = False) -> flow_pb2.Frame:
     """End sequences, given as (sequence id, slot)."""
-    refs = [flow_pb2.SequenceRef(sequence_id=sequence_id, slot=slot) for sequence_id, slot in ended]
+    refs = [
+        flow_pb2.SequenceRef(sequence_id=sequence_id, slot=slot, will_resume=will_resume) for sequence_id, slot in ended
+    ]
     return flow_pb2.Frame(pipeline_id=PIPELINE_ID, epoch=EPOCH, to_stage=0, cancel=flow_pb2.Cancel(sequences=refs))
 
 
 @dataclass(frozen=True, slots=True)
 class KVKeeping:
-    """What each stage keeps KV blocks in; by default it keeps none. lower: one for all stages."""
+    """What each stage keeps KV blocks in; by default it keeps none. lower: one for all stages.
+
+    kv_tokens: None is room for all slots.
+    """
 
     budget_bytes: int = 0
     policy: KVPolicy = KVPolicy.EXACT
     lower: LowerTier | None = None
     slot_tokens: int = 128
+    kv_tokens: int | None = None
 
 
 def make_restore(
@@ -113,6 +121,7 @@ def make_restore(
     slot: int = 0,
     is_exact_only: bool = False,
     fetch_timeout_ms: float = 0.0,
+    **fields: Any,
 ) -> flow_pb2.Frame:
     restore = flow_pb2.Restore(
         sequence_id=sequence_id,
@@ -120,6 +129,7 @@ def make_restore(
         block_hashes=names,
         is_exact_only=is_exact_only,
         fetch_timeout_ms=fetch_timeout_ms,
+        **fields,
     )
     return flow_pb2.Frame(pipeline_id=PIPELINE_ID, epoch=EPOCH, to_stage=0, restore=restore)
 
@@ -144,23 +154,43 @@ class StageChain:
         caches: Sequence[BlockCache] | None = None,
     ) -> None:
         edges = [0, *cuts, model.manifest.config.num_layers]
+        self._model, self._keeping, self._layers = model, keeping, [LayerRange(*edge) for edge in pairwise(edges)]
         self.posted: deque[tuple[int, RestoreReady | BlocksFetched]] = deque()
         self.waiting: deque[flow_pb2.Frame] = deque()
         self.passed: list[flow_pb2.Frame] = []
         self.results: list[flow_pb2.Frame] = []
-        self.stages: list[StageRunner] = []
-        self.shards: list[Shard] = []
-        self.caches = list(caches or ())
-        for stage, (first, stop) in enumerate(pairwise(edges)):
-            layers = LayerRange(first, stop)
-            spec = make_spec(model, layers, stage, len(edges) - 1, slot_tokens=keeping.slot_tokens)
-            shard = open_shard(spec.shape, graph_of(model, layers), model.blob_directory)
-            self.shards.append(shard)
-            if caches is None:
-                post = partial(self._post, stage)
-                self.caches.append(BlockCache(keeping.budget_bytes, keeping.policy, post, lower=keeping.lower))
-            runner = StageRunner(spec, shard, SlowDown(1.0), self._sent, self.caches[stage], partial(self._post, stage))
-            self.stages.append(runner)
+        opened = [self._open(stage, caches) for stage in range(len(self._layers))]
+        self.stages: list[StageRunner] = [runner for runner, _, _ in opened]
+        self.shards: list[Shard] = [shard for _, shard, _ in opened]
+        self.caches: list[BlockCache] = [cache for _, _, cache in opened]
+
+    def _open(self, stage: int, caches: Sequence[BlockCache] | None) -> tuple[StageRunner, Shard, BlockCache]:
+        layers, keeping = self._layers[stage], self._keeping
+        spec = make_spec(self._model, layers, stage, len(self._layers), slot_tokens=keeping.slot_tokens)
+        if keeping.kv_tokens is not None:
+            spec = replace(spec, shape=replace(spec.shape, kv_tokens=keeping.kv_tokens))
+        shard = open_shard(spec.shape, graph_of(self._model, layers), self._model.blob_directory)
+        post = partial(self._post, stage)
+        cache = (
+            BlockCache(keeping.budget_bytes, keeping.policy, post, lower=keeping.lower)
+            if caches is None
+            else caches[stage]
+        )
+        runner = StageRunner(spec, shard, SlowDown(1.0), self._sent, cache, post, lower=keeping.lower)
+        return runner, shard, cache
+
+    def replace(self, stage: int) -> None:
+        """Lose a stage, and put one in its place that knows nothing."""
+        self.shards[stage].close()
+        self.stages[stage], self.shards[stage], self.caches[stage] = self._open(stage, None)
+
+    def rebase(self) -> None:
+        """End the epoch of all stages, and begin another, which an orchestrator that knows of none has numbered alike."""
+        for runner in self.stages:
+            spec = runner.spec
+            runner.suspend()
+            runner.rebase(spec)
+            runner.check_invariants()
 
     def _post(self, stage: int, item: RestoreReady | BlocksFetched) -> None:
         self.posted.append((stage, item))
@@ -198,6 +228,10 @@ class StageChain:
             while cache.has_work:
                 cache.work()
             cache.check_invariants()
+        for runner in self.stages:
+            while runner.has_segment:
+                runner.checkpoint(1)
+            runner.check_invariants()
 
     def take_results(self) -> list[flow_pb2.StepResult]:
         results, self.results = self.results, []

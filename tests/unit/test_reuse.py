@@ -10,10 +10,11 @@ from shoal.kv import BlockHash
 from shoal.v1 import flow_pb2
 from tests.support.kv_cache import FORM, CacheBench, make_names
 from tests.support.lower_tier import MemoryLowerTier
-from worker import reuse
+from worker import filling
+from worker.filling import Message, RestoreReady, joined
 from worker.kv.cache import Restored
 from worker.kv.codec import KVCodec
-from worker.reuse import Message, RestoreReady, Reuse, joined
+from worker.reuse import Reuse
 
 NAMES = make_names(3)
 IN_MEMORY = Restored(KVCodec.LOSSLESS, is_exact=True, is_from_lower=False)
@@ -38,8 +39,7 @@ class ReuseBench:
         """Bring what was fetched, and let restores go on."""
         self.cache.settle()
         while self.ready:
-            ready = self.ready.popleft()
-            self.reuse.resume(ready.slot, ready.sequence_id)
+            self.reuse.resume(self.ready.popleft())
 
     def answer(self) -> flow_pb2.Restore:
         (answer,) = [message for message in self.sent if isinstance(message, flow_pb2.Restore)]
@@ -66,7 +66,7 @@ def test_the_next_stage_has_the_time_that_fetching_left() -> None:
 
 
 def test_nothing_more_is_fetched_once_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reuse, "FETCH_BLOCKS", 1)
+    monkeypatch.setattr(filling, "FETCH_BLOCKS", 1)
     bench, lower = make_fetching(3)
     bench.restore(NAMES, timeout_ms=500.0)
     bench.cache.clock.move_to(0.6)
@@ -110,19 +110,19 @@ def test_a_restore_that_is_not_under_way_is_not_given_up() -> None:
 def test_what_a_later_stage_lacks_is_taken_from_the_end_that_was_fetched(count: int, expected: int) -> None:
     before = flow_pb2.RestoredBlocks(num_blocks=4, num_from_redis=2, codec="f32", is_exact=True)
 
-    assert joined(before, [IN_MEMORY] * count).num_from_redis == expected
+    assert joined(before, [IN_MEMORY] * count, 64 * count).num_from_redis == expected
 
 
 def test_what_any_stage_fetched_was_fetched() -> None:
     before = flow_pb2.RestoredBlocks(num_blocks=2, num_from_redis=0, codec="f32", is_exact=True)
 
-    assert joined(before, [IN_MEMORY, FETCHED]).num_from_redis == 1
+    assert joined(before, [IN_MEMORY, FETCHED], 128).num_from_redis == 1
 
 
 @pytest.mark.parametrize(("codec", "is_exact"), [("int8", False), ("f32", False), ("f32", True)])
 def test_a_slot_is_as_exact_as_its_least_exact_stage(codec: str, is_exact: bool) -> None:
     before = flow_pb2.RestoredBlocks(num_blocks=1, codec=codec, is_exact=is_exact)
 
-    both = joined(before, [IN_MEMORY])
+    both = joined(before, [IN_MEMORY], 64)
 
     assert (both.codec, both.is_exact) == (codec, is_exact)

@@ -95,8 +95,11 @@ class Arena:
 
         Who fills it tells set_length.
         """
-        start = index * BLOCK_TOKENS
-        return self.array[:, :, slot, :, start : start + BLOCK_TOKENS]
+        return self.tokens(slot, index * BLOCK_TOKENS, (index + 1) * BLOCK_TOKENS)
+
+    def tokens(self, slot: int, start: int, stop: int) -> NDArray[np.float32]:
+        """The same of any tokens [start, stop)."""
+        return self.array[:, :, slot, :, start:stop]
 
     def check_room(self, slot: int, position: int, num_tokens: int) -> None:
         """Raise InternalError if a step may not write these tokens: nothing is written then."""
@@ -127,9 +130,16 @@ class Arena:
 
     def check_total(self, lengths: Mapping[int, int]) -> None:
         """Raise InternalError if the slots cannot all have these lengths beside what the others hold."""
-        total = self.tokens_held + sum(tokens - self._lengths[slot] for slot, tokens in lengths.items())
+        total = self._total_with(lengths)
         if total > self._shape.kv_tokens:
             raise InternalError(f"slots would hold {total} tokens; this shard holds {self._shape.kv_tokens}")
+
+    def has_room(self, lengths: Mapping[int, int]) -> bool:
+        """Whether check_total would pass, for slots that there are."""
+        return self._total_with(lengths) <= self._shape.kv_tokens
+
+    def _total_with(self, lengths: Mapping[int, int]) -> int:
+        return self.tokens_held + sum(tokens - self._lengths[slot] for slot, tokens in lengths.items())
 
     def set_length(self, slot: int, tokens: int) -> None:
         """Say how many tokens a slot holds: after a step wrote more, or to roll back to fewer."""

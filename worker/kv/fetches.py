@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from shoal.kv import BlockHash, BlockKey
-from shoal.types import KVTierStatus
+from shoal.types import KVTierStatus, LayerRange
 from worker.kv.block import ChainBlock, StageBlock
+from worker.kv.trail import FoundTrail, Segment, TrailPart
 
 # By key, packed bytes that were found.
 Found = dict[BlockKey, bytes]
@@ -31,6 +32,26 @@ class LowerTier(Protocol):
 
     def fetch(self, blocks: Sequence[StageBlock], timeout_s: float, on_done: Callable[[Found], None]) -> None:
         """Look for blocks. on_done is called exactly once, from any thread, within about timeout_s."""
+        ...
+
+    def takes_segment(self, num_bytes: int, *, is_urgent: bool = False) -> bool:
+        """Whether a segment may be written now. is_urgent: even if that takes more than trails' share of the link."""
+        ...
+
+    def write_segment(self, trail_id: bytes, segment: Segment, packed: bytes, on_lost: Callable[[], None]) -> None:
+        """Take a segment, to store it later; never blocks. on_lost: called, from any thread, if it could not be stored."""
+        ...
+
+    def cut_trail(self, trail_id: bytes, layers: LayerRange, num_tokens: int) -> None:
+        """Delete what reaches beyond so many tokens, of any of these layers, behind what was written before."""
+        ...
+
+    def end_trail(self, trail_id: bytes) -> None:
+        """Delete a trail, behind what was written before."""
+        ...
+
+    def fetch_trail(self, part: TrailPart, timeout_s: float, on_done: Callable[[FoundTrail], None]) -> None:
+        """Look for a part of a trail. on_done is called exactly once, from any thread, within about timeout_s."""
         ...
 
     def status(self) -> KVTierStatus:

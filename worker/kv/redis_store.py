@@ -1,7 +1,7 @@
 """Puts a stage's blocks into Redis and gets them back in time, or not at all.
 
 A block is values of a few layers each, then its manifest: who finds the manifest finds the values, or takes what is missing
-for a shorter prefix. Asks only for what, as measured, arrives before it is too late. Speaks to Redis by AsyncRedisLink, on
+for a shorter prefix. Asks only for what, as measured, arrives before it is too late. Speaks to Redis by RedisTransfers, on
 its event loop; `redis_tier` gives it a thread and a queue.
 """
 
@@ -13,31 +13,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from shoal.kv import BlockKey
-from shoal.redis_connection import Command, RedisRefusal, RefusalKind
-from shoal.redis_link import AsyncRedisLink, block_manifest_key, block_value_key
-from shoal.types import LinkProfile
-from worker.emulation import LinkShaper
+from shoal.redis_connection import Command, RedisRefusal
+from shoal.redis_link import block_manifest_key, block_value_key
 from worker.kv.block import Mismatch, StageBlock
 from worker.kv.groups import Damage, Entry, choose, cut, join, lossless_bytes, read_entry, read_manifest
-from worker.kv.transfer_rate import TransferRate
+from worker.kv.redis_transfers import WRITE_TIMEOUT_S, RedisTransfers
 
 # Only keys with a TTL may be evicted, so that sessions are not; a month without a new writing is no loss.
 KV_TTL_S = 30 * 24 * 3600
-# For one value, of which nobody waits.
-WRITE_TIMEOUT_S = 2.0
-LONGEST_WRITE_S = 30.0
-# A Redis that is full is not sent what it will refuse, for so long.
-FULL_PAUSE_S = 5.0
-# One MGET brings what takes so long: little is lost when it comes too late, and a round trip is short beside it.
-CHUNK_S = 0.05
-MAX_CHUNK_BYTES = 8 * 2**20
-# What a call may take beyond what was expected of it before Redis is taken to hang.
-PATIENCE_S = 0.05
-PATIENCE_RATIO = 4.0
-UNKNOWN_TIMEOUT_S = 0.25
 # A link that was too slow is measured again, without anybody waiting: at most 1/20 of its time goes into that.
 REMEASURE_S = 2.0
 REMEASURE_RATIO = 20.0
@@ -77,22 +62,18 @@ class _Part:
 
 
 class RedisStore:
-    """Owned by the event loop of its link; counters and rates may be read by any thread.
+    """Owned by the event loop of its transfers; counters may be read by any thread.
 
     Invariant: at most one task measures a link that was too slow.
     """
 
-    def __init__(self, link: AsyncRedisLink, profile: LinkProfile, clock: Callable[[], float] = time.monotonic) -> None:
-        """profile: what an emulated device's link is slowed down to."""
-        self._link = link
+    def __init__(self, transfers: RedisTransfers, clock: Callable[[], float] = time.monotonic) -> None:
+        self._transfers = transfers
         self._clock = clock
-        self._up, self._down = LinkShaper(profile), LinkShaper(profile)
-        self.reading, self.writing = TransferRate(), TransferRate()
         self.is_slow = False
         self.counters = StoreCounters()
         # What is stored of a block for each byte of its lossless form, as seen last.
         self._stored_share: float | None = None
-        self._full_until = float("-inf")
         self._measuring: asyncio.Task[None] | None = None
         self._measure_after = float("-inf")
 
@@ -103,7 +84,7 @@ class RedisStore:
 
     async def store(self, block: StageBlock, packed: bytes) -> bool:
         """Write what Redis lacks of a block, its manifest last; False if not all of it is there afterwards."""
-        if self._clock() < self._full_until:
+        if self._transfers.is_full:
             return False
         values = cut(block, packed)
         if isinstance(values, Mismatch):
@@ -115,10 +96,10 @@ class RedisStore:
             return False
         for entry, value in missing:
             key = block_value_key(entry.key(block.block_hash))
-            if not await self._write([("SET", key, value, "EX", KV_TTL_S)], len(value)):
+            if not await self._transfers.write([("SET", key, value, "EX", KV_TTL_S)], len(value)):
                 return False
         written = {entry for entry, _ in missing}
-        if not await self._write(self._closing(block, [entry for entry, _ in values], written), 0):
+        if not await self._transfers.write(self._closing(block, [entry for entry, _ in values], written), 0):
             return False
         self.counters.puts += 1
         return True
@@ -126,7 +107,7 @@ class RedisStore:
     async def fetch(self, blocks: Sequence[StageBlock], deadline: float) -> Fetched:
         """Get leading blocks, as many as arrive by the deadline; nothing if not even the first would."""
         fetched = Fetched()
-        if blocks and self._link.state.is_usable and await self._fetch(blocks, deadline, fetched):
+        if blocks and self._transfers.is_usable and await self._fetch(blocks, deadline, fetched):
             self.counters.hits += len(fetched.found)
             self.counters.misses += len(blocks) - len(fetched.found)
         return fetched
@@ -134,22 +115,19 @@ class RedisStore:
     async def repair(self, fetched: Fetched) -> None:
         """Take what was unsound out of manifests, so that nobody is promised it again."""
         for block, entry in fetched.unsound:
-            await self._link.call(
-                ("HDEL", block_manifest_key(block.block_hash), entry.field),
-                ("DEL", block_value_key(entry.key(block.block_hash))),
-                timeout_s=WRITE_TIMEOUT_S,
-            )
+            manifest, value = block_manifest_key(block.block_hash), block_value_key(entry.key(block.block_hash))
+            await self._transfers.write([("HDEL", manifest, entry.field), ("DEL", value)], 0)
 
     async def _fetch(self, blocks: Sequence[StageBlock], deadline: float, fetched: Fetched) -> bool:
         """Fetch what there is; False if computing is sooner, so that it is left alone."""
-        if self._stored_share is not None and not self._arrives(self._expected_bytes(blocks[0]), deadline):
+        if self._stored_share is not None and not self._transfers.arrives(self._expected_bytes(blocks[0]), deadline):
             self._refuse(blocks[0])
             return False
-        wanted = await self._look_up(blocks, self._patience(None, deadline))
+        wanted = await self._look_up(blocks, self._transfers.patience(None, deadline))
         if not wanted:
             return True
         self._learn_share(*wanted[0])
-        if not self._arrives(sum(entry.num_bytes for entry in wanted[0][1]), deadline):
+        if not self._transfers.arrives(sum(entry.num_bytes for entry in wanted[0][1]), deadline):
             self._refuse(blocks[0])
             return False
         self.is_slow = False
@@ -160,7 +138,7 @@ class RedisStore:
     async def _look_up(self, blocks: Sequence[StageBlock], timeout_s: float) -> list[tuple[StageBlock, list[Entry]]]:
         """The leading blocks that have manifests for all their layers, with the values to read."""
         commands = [("HGETALL", block_manifest_key(block.block_hash)) for block in blocks]
-        replies = await self._read(commands, timeout_s)
+        replies = await self._transfers.read(commands, timeout_s)
         wanted = []
         for block, reply in zip(blocks, replies or (), strict=False):
             if isinstance(reply, RedisRefusal):
@@ -182,7 +160,8 @@ class RedisStore:
             chunk = parts[start:stop]
             keys = [block_value_key(part.entry.key(part.block.block_hash)) for part in chunk]
             num_bytes = sum(part.entry.num_bytes for part in chunk)
-            replies = await self._read([("MGET", *keys)], self._patience(num_bytes, deadline), num_bytes)
+            timeout_s = self._transfers.patience(num_bytes, deadline)
+            replies = await self._transfers.read([("MGET", *keys)], timeout_s, num_bytes)
             if replies is None or isinstance(replies[0], RedisRefusal):
                 return
             for part, value in zip(chunk, replies[0], strict=True):
@@ -219,28 +198,13 @@ class RedisStore:
             rest += part.entry.num_bytes
             if part.is_last:
                 break
-        if not self._arrives(rest, deadline):
+        if not self._transfers.arrives(rest, deadline):
             self.is_slow = True
             return start
-        within_s = min(CHUNK_S, deadline - self._clock())
-        # One value at least, and no more before anything is known of the link.
-        room = min(MAX_CHUNK_BYTES, self._rate().bytes_within(within_s) or 0)
+        # One value at least.
+        room = self._transfers.chunk_bytes(deadline)
         sizes = itertools.accumulate(part.entry.num_bytes for part in parts[start:])
         return start + max(1, sum(1 for size in sizes if size <= room))
-
-    def _rate(self) -> TransferRate:
-        """What is known of reading; before anything was read, that it may be as fast as writing."""
-        return self.reading if self.reading.bytes_per_s is not None else self.writing
-
-    def _arrives(self, num_bytes: int, deadline: float) -> bool:
-        now = self._clock()
-        return now < deadline and now + (self._rate().seconds(num_bytes) or 0.0) <= deadline
-
-    def _patience(self, num_bytes: int | None, deadline: float) -> float:
-        """How long to wait for a reply: not to the deadline if Redis seems to hang. num_bytes: None for a short one."""
-        expected_s = self.reading.latency_s if num_bytes is None else self._rate().seconds(num_bytes)
-        timeout_s = UNKNOWN_TIMEOUT_S if expected_s is None else PATIENCE_S + PATIENCE_RATIO * expected_s
-        return max(0.0, min(timeout_s, deadline - self._clock()))
 
     def _expected_bytes(self, block: StageBlock) -> int:
         return int(lossless_bytes(block) * (self._stored_share or 0.0))
@@ -261,7 +225,7 @@ class RedisStore:
         if wanted:
             entry = wanted[0][1][0]
             command = ("MGET", block_value_key(entry.key(block.block_hash)))
-            await self._read([command], REMEASURE_TIMEOUT_S, entry.num_bytes)
+            await self._transfers.read([command], REMEASURE_TIMEOUT_S, entry.num_bytes)
         took_s = self._clock() - began_at
         self._measure_after = self._clock() + max(REMEASURE_S, REMEASURE_RATIO * took_s)
 
@@ -272,7 +236,7 @@ class RedisStore:
         manifest = block_manifest_key(block.block_hash)
         exists: list[Command] = [("EXISTS", block_value_key(entry.key(block.block_hash))) for entry, _ in values]
         fields: Command = ("HMGET", manifest, *(entry.field for entry, _ in values))
-        replies = await self._transfer([fields, *exists], 0, WRITE_TIMEOUT_S)
+        replies = await self._transfers.transfer([fields, *exists], 0, WRITE_TIMEOUT_S)
         if replies is None or any(isinstance(reply, RedisRefusal) for reply in replies):
             return None
         contents, *present = replies
@@ -292,58 +256,6 @@ class RedisStore:
         commands.extend(("EXPIRE", block_value_key(key), KV_TTL_S) for key in kept)
         return commands
 
-    async def _write(self, commands: Sequence[Command], num_bytes: int) -> bool:
-        began_at = self._clock()
-        expected_s = self.writing.seconds(num_bytes) or 0.0
-        timeout_s = min(LONGEST_WRITE_S, WRITE_TIMEOUT_S + PATIENCE_RATIO * expected_s)
-        replies = await self._transfer(commands, num_bytes, timeout_s)
-        now = self._clock()
-        if replies is None:
-            if _is_late(now - began_at, timeout_s):
-                self.writing.observe_late(num_bytes, now - began_at)
-            return False
-        refusals = [reply for reply in replies if isinstance(reply, RedisRefusal)]
-        if any(refusal.kind is RefusalKind.FULL for refusal in refusals):
-            self._full_until = now + FULL_PAUSE_S
-        if refusals:
-            return False
-        if num_bytes:
-            self.writing.observe(num_bytes, now - began_at)
-        return True
-
-    async def _read(self, commands: Sequence[Command], timeout_s: float, num_bytes: int = 0) -> list[Any] | None:
-        """Read, and learn from how long it took. num_bytes: expected, if that is more than a round trip."""
-        began_at = self._clock()
-        replies = await self._transfer(commands, 0, timeout_s)
-        took_s = self._clock() - began_at
-        if replies is not None:
-            self.reading.observe(sum(map(_size, replies)), took_s)
-        elif _is_late(took_s, timeout_s):
-            self.reading.observe_late(num_bytes, took_s)
-        return replies
-
-    async def _transfer(self, commands: Sequence[Command], num_bytes: int, timeout_s: float) -> list[Any] | None:
-        """Call Redis over a link as slow as the profile's; None also if that takes longer than timeout_s.
-
-        num_bytes: of the values sent.
-        """
-        began_at = self._clock()
-        # Redis first, the emulated link afterwards: what that holds up, Redis would else be blamed for.
-        replies = await self._link.call(*commands, timeout_s=timeout_s)
-        if replies is None:
-            return None
-        asked_at = max(self._up.due(num_bytes, began_at), self._clock())
-        arrives_at = self._down.due(sum(map(_size, replies)), asked_at)
-        wait_s = min(arrives_at, began_at + timeout_s) - self._clock()
-        if wait_s > 0.0:
-            await asyncio.sleep(wait_s)
-        return replies if arrives_at <= began_at + timeout_s else None
-
-
-def _is_late(took_s: float, timeout_s: float) -> bool:
-    """Whether time was up, as far as timers are exact; else the connection was lost, or there was none."""
-    return took_s >= 0.9 * timeout_s > 0.0
-
 
 def _is_as_good(entry: Entry, content: bytes | None) -> bool:
     known = None if content is None else read_entry(entry.field, content)
@@ -352,13 +264,3 @@ def _is_as_good(entry: Entry, content: bytes | None) -> bool:
 
 def _pairs(reply: Sequence[bytes]) -> dict[bytes, bytes]:
     return dict(zip(reply[::2], reply[1::2], strict=True))
-
-
-def _size(reply: Any) -> int:
-    match reply:
-        case bytes():
-            return len(reply)
-        case list():
-            return sum(map(_size, reply))
-        case _:
-            return 0
