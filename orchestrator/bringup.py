@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from modelstore.manifest import Manifest
 from orchestrator.core.fleet import Fleet, Placed, WorkerState
 from orchestrator.core.limits import SchedulerLimits
 from orchestrator.core.placement import Placement
+from orchestrator.core.replacement import Arrival
 from orchestrator.engine import Engine
 from orchestrator.flow import FlowHub
 from orchestrator.pipeline import Pipeline, StageMember
@@ -60,25 +61,36 @@ class Bringup:
         self._deadlines[placement.pipeline_id] = now + LOAD_TIMEOUT_S
         self._hub.routes[placement.pipeline_id] = placement.worker_ids
         token = secrets.token_bytes(16)
-        stages = [_address(self._sessions[worker_id].hello) for worker_id in placement.worker_ids]
-        for index, stage in enumerate(placement.stages):
-            session = self._sessions[stage.worker_id]
-            session.link_to_next = ""
-            command = load_command(
-                self._manifest, placement, index, epoch=placed.epoch, stages=stages, link_token=token
-            )
-            session.send(load_shard=command)
-            logger.info(
-                "placed worker=%s layers=%s pipeline=%s epoch=%d",
-                stage.worker_id, stage.layers, placement.pipeline_id, placed.epoch,
-            )  # fmt: skip
+        for index in range(len(placement.stages)):
+            self._tell(placement, index, placed.epoch, token)
 
-    def unload_others(self) -> None:
-        """Tell those that are in no placement that they need hold no layers."""
+    def load_ahead(self, arrival: Arrival) -> int:
+        """Tell the worker of a stage to load it before its placement is in force; returns the epoch of this by itself.
+
+        A worker that has a stage loaded goes over to a later epoch of the same pipeline without loading it again.
+        """
+        epoch = self._fleet.new_epoch()
+        self._tell(arrival.placement, arrival.index, epoch, secrets.token_bytes(16))
+        return epoch
+
+    def _tell(self, placement: Placement, index: int, epoch: int, token: bytes) -> None:
+        stage = placement.stages[index]
+        session = self._sessions[stage.worker_id]
+        session.link_to_next = ""
+        stages = [_address(self._sessions[worker_id].hello) for worker_id in placement.worker_ids]
+        command = load_command(self._manifest, placement, index, epoch=epoch, stages=stages, link_token=token)
+        session.load(command)
+        logger.info(
+            "placed worker=%s layers=%s pipeline=%s epoch=%d",
+            stage.worker_id, stage.layers, placement.pipeline_id, epoch,
+        )  # fmt: skip
+
+    def unload_others(self, keeping: Collection[WorkerId] = ()) -> None:
+        """Tell those that are in no placement, nor among those to keep theirs, that they need hold no layers."""
         for member in self._fleet.members():
-            if member.stage is None:
+            if member.stage is None and member.worker_id not in keeping:
                 # No shard is of a later epoch.
-                self._sessions[member.worker_id].send(unload_shard=fleet_pb2.UnloadShard(epoch=self._fleet.epoch))
+                self._sessions[member.worker_id].unload(self._fleet.epoch)
 
     def open_links(self, pipeline_id: PipelineId, epoch: int) -> None:
         """Tell the stages, all of which are loaded, to reach for each other."""
@@ -104,11 +116,11 @@ class Bringup:
         )  # fmt: skip
         return True
 
-    def end(self, pipeline_id: PipelineId, error: ShoalError) -> None:
-        """Serve with a pipeline no more; what goes on nowhere else ends with the error."""
+    def end(self, pipeline_id: PipelineId, error: ShoalError, *, is_final: bool = False) -> None:
+        """Serve with a pipeline no more; its answers wait for another one, unless there will be none."""
         self._deadlines.pop(pipeline_id, None)
         self._hub.routes.pop(pipeline_id, None)
-        self._engine.pipeline_down(pipeline_id, error)
+        self._engine.pipeline_down(pipeline_id, error, is_final=is_final)
 
     def overdue(self, now: float) -> dict[PipelineId, list[WorkerId]]:
         """The pipelines that were told to load long ago, and those of their workers that neither did nor said why not."""
@@ -126,11 +138,14 @@ class Bringup:
         assert member is not None, f"{worker_id} is a stage and no member"
         return member.profile
 
+    def _fingerprint(self, worker_id: WorkerId) -> str:
+        return self._sessions[worker_id].hello.runtime.kernel_fingerprint
+
     def _pipeline(self, placed: Placed, profiles: list[DeviceProfile]) -> Pipeline:
         placement = placed.placement
         first = placement.worker_ids[0]
         members = [
-            StageMember(stage.worker_id, profile.name, stage.layers)
+            StageMember(stage.worker_id, profile.name, stage.layers, self._fingerprint(stage.worker_id))
             for stage, profile in zip(placement.stages, profiles, strict=True)
         ]
         return Pipeline(

@@ -1,33 +1,34 @@
 """The loop between requests and pipelines: routes what comes, makes batches, delivers tokens, moves what cannot stay.
 
 A turn runs on the event loop whenever a request comes or goes, a frame arrives or an alarm rings, and waits for nothing.
-Owns the lanes, a pipeline and its scheduler each, and the one ledger of tenants that all schedulers share. Knows token ids,
-not text. `server` submits, `control` brings pipelines up and down; `app` gives it the ledger with the tenants' weights.
+Owns the lanes, a pipeline and its scheduler each, and the one ledger of tenants that all schedulers share; sequences whose
+lane is gone wait in `core.parking` for one that takes them. Knows token ids, not text. `server` submits, `control` brings
+pipelines up and down; `app` gives it the ledger with the tenants' weights.
 """
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 import math
-import time
-from collections.abc import Callable, Iterable, Mapping
+import secrets
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import Protocol
 
+from orchestrator.answer import Answer, TokenEvent, missed_deadline, poisonous
+from orchestrator.clock import Alarm, Clock, LoopClock
 from orchestrator.core.limits import Pace
+from orchestrator.core.parking import Parking
 from orchestrator.core.routing import PipelineView, RouteRequest, reroute, route
 from orchestrator.core.sequence import Sequence
 from orchestrator.core.tenants import TenantLedger
 from orchestrator.explain import Stories, Story
-from orchestrator.lane import EmittedToken, Lane
+from orchestrator.lane import EmittedToken, Lane, route_request
 from orchestrator.pipeline import Pipeline
-from shoal.errors import DeadlineExceeded, DeadlineUnmeetable, NotReady, Overloaded, ShoalError, rebuild
+from shoal.errors import DeadlineUnmeetable, NotReady, Overloaded, ShoalError, WorkerLost, rebuild
 from shoal.kv import BlockHash
-from shoal.types import FinishReason, PipelineId, QosClass, SequenceId
-from shoal.v1 import flow_pb2, types_pb2
+from shoal.types import FinishReason, KVReuse, PipelineId, QosClass, SequenceId
+from shoal.v1 import flow_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -37,74 +38,27 @@ MIN_ALARM_S = 0.001
 # that; the floor keeps a timeout of 0 from polling.
 FALLBACK_AGAIN = 0.5
 MIN_FALLBACK_S = 0.02
-
-
-class Alarm(Protocol):
-    def cancel(self) -> None: ...
-
-
-class Clock(Protocol):
-    """The time, and a call at a later time; tests have one that they set."""
-
-    def now(self) -> float: ...
-
-    def call_at(self, at: float, ring: Callable[[], None]) -> Alarm: ...
-
-
-class LoopClock:
-    """The clock of the running event loop."""
-
-    def now(self) -> float:
-        return time.monotonic()
-
-    def call_at(self, at: float, ring: Callable[[], None]) -> Alarm:
-        return asyncio.get_running_loop().call_later(max(at - time.monotonic(), 0.0), ring)
-
-
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
-    """An answer token; finish says why it is the last one."""
-
-    index: int
-    token_id: int
-    logprobs: types_pb2.TokenLogprobs | None
-    finish: FinishReason | None
-
-
-class Answer:
-    """What the engine delivers of one sequence: tokens in order, then nothing, or an error.
-
-    pipeline: where it is computed, or where its end was.
-    """
-
-    def __init__(self, sequence: Sequence, pipeline: Pipeline, story: Story) -> None:
-        self.sequence = sequence
-        self.pipeline = pipeline
-        self.story = story
-        self._queue: asyncio.Queue[TokenEvent | ShoalError] = asyncio.Queue()
-
-    async def next(self) -> TokenEvent:
-        """Wait for the next token. Raises the error that ended the sequence, if one did."""
-        event = await self._queue.get()
-        if isinstance(event, ShoalError):
-            raise event
-        return event
-
-    def put(self, event: TokenEvent | ShoalError) -> None:
-        self._queue.put_nowait(event)
+TRAIL_ID_BYTES = 16
+# Computing so few tokens again takes less than a checkpoint of them is worth.
+MIN_TRAIL_TOKENS = 8
+# How often the pipeline of an answer may be lost with no token between: it may be the request that devices die of.
+MAX_VAIN_RECOVERIES = 3
 
 
 class Engine:
     """Sequences in, tokens out.
 
     Invariants: an Answer is known exactly while its sequence waits or runs; then it does so in the lane of the answer's
-    pipeline and in no other. Without a lane there are no sequences.
+    pipeline and in no other, or is parked and in none.
     """
 
     def __init__(self, ledger: TenantLedger | None = None, clock: Clock | None = None) -> None:
         self._ledger = TenantLedger() if ledger is None else ledger
         self._clock: Clock = LoopClock() if clock is None else clock
         self._lanes: dict[PipelineId, Lane] = {}
+        self._parking = Parking()
+        # Why no pipeline comes for those who are parked, as far as is known.
+        self.parked_trouble = ""
         self._answers: dict[SequenceId, Answer] = {}
         self._numbers = itertools.count(1)
         self._alarm: Alarm | None = None
@@ -135,7 +89,12 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        return sum(lane.scheduler.num_waiting for lane in self._lanes.values())
+        return sum(lane.scheduler.num_waiting for lane in self._lanes.values()) + len(self._parking)
+
+    @property
+    def num_parked(self) -> int:
+        """Those that wait for a pipeline, whichever comes."""
+        return len(self._parking)
 
     def new_sequence_id(self) -> SequenceId:
         return SequenceId(next(self._numbers))
@@ -146,6 +105,8 @@ class Engine:
         """Take a sequence; its story is kept under request_id. Raises NotReady, or what the schedulers refuse it with."""
         now = self._clock.now()
         story = self.stories.open(request_id, sequence)
+        if sequence.kv_reuse is not KVReuse.NONE and sequence.max_tokens >= MIN_TRAIL_TOKENS:
+            sequence.trail_id = secrets.token_bytes(TRAIL_ID_BYTES)
         try:
             lane = self._choose(sequence, story, now)
         except ShoalError as error:
@@ -156,14 +117,31 @@ class Engine:
         self._turn([lane], now)
         return answer
 
+    def adopt(self, sequence: Sequence, request_id: str = "", wait_s: float | None = None) -> Answer:
+        """Take a sequence that another orchestrator had, with what is known of its answer; only new tokens are delivered.
+
+        It waits for a pipeline, if there is none now, for wait_s or as long as one is being built.
+        """
+        now = self._clock.now()
+        answer = Answer(sequence, None, self.stories.open(request_id, sequence))
+        self._answers[sequence.sequence_id] = answer
+        self._parking.add(sequence, NotReady("no device computes this answer any more; ask again"), now, wait_s)
+        self._offer_parked(now)
+        self._turn(self._lanes.values(), now)
+        return answer
+
     def abort(self, sequence_id: SequenceId, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End a sequence whose client is gone or has enough; nothing if it ended already."""
         answer = self._answers.pop(sequence_id, None)
         if answer is None:
             return
-        now, lane = self._clock.now(), self._lanes[answer.pipeline.pipeline_id]
-        lane.scheduler.abort(sequence_id, reason, now)
         answer.story.end(reason.value)
+        now = self._clock.now()
+        if self._parking.remove(sequence_id, now):
+            answer.sequence.finish(reason, now)
+            return
+        lane = self._lanes[answer.pipeline_id]
+        lane.scheduler.abort(sequence_id, reason, now)
         self._turn([lane], now)
 
     def _choose(self, sequence: Sequence, story: Story, now: float) -> Lane:
@@ -171,7 +149,7 @@ class Engine:
         accepting = [lane for lane in self._lanes.values() if lane.is_accepting]
         if not accepting:
             raise NotReady("no pipeline takes requests now; try again in a moment", retry_after_s=1.0)
-        request = _route_request(sequence, now)
+        request = route_request(sequence, now)
         decision = route(request, self._views(request, now))
         story.decide(decision, now)
         # Where no lane can ever hold it, the largest says so, with the numbers.
@@ -227,18 +205,55 @@ class Engine:
     def pipeline_up(self, pipeline: Pipeline, fallback_s: float) -> None:
         """Serve with a further pipeline. fallback_s: how long a request may wait for its start there, others being free."""
         assert pipeline.pipeline_id not in self._lanes, f"two pipelines {pipeline.pipeline_id}"
-        lane = self._lanes[pipeline.pipeline_id] = Lane(pipeline, self._ledger, fallback_s)
-        self._turn([lane], self._clock.now())
+        self._lanes[pipeline.pipeline_id] = Lane(pipeline, self._ledger, fallback_s)
+        now = self._clock.now()
+        self._offer_parked(now)
+        self._turn(self._lanes.values(), now)
 
-    def pipeline_down(self, pipeline_id: PipelineId, error: ShoalError) -> None:
-        """Serve with a pipeline no more: its sequences go on elsewhere, or end with the error if nobody can take them."""
+    def pipeline_down(self, pipeline_id: PipelineId, error: ShoalError, *, is_final: bool = False) -> None:
+        """Serve with a pipeline no more: its sequences go on elsewhere, or wait for a pipeline that takes them.
+
+        is_final: no other will come, so those who find no place end with the error at once.
+        """
         lane, now = self._lanes.pop(pipeline_id, None), self._clock.now()
-        if lane is None:
-            return
-        for sequence in lane.scheduler.take_all(now):
-            if not self._move(sequence, lane, f"{pipeline_id} is gone ({error.reason})", now):
+        if lane is not None:
+            for sequence in lane.scheduler.take_all(now):
+                self._move_or_park(sequence, lane, error, now, is_final=is_final)
+        if is_final and not self._lanes:
+            for sequence in self._parking.sequences():
+                self._parking.remove(sequence.sequence_id, now)
                 self._end(sequence.sequence_id, error)
         self._turn(self._lanes.values(), now)
+
+    def hold_parked(self) -> None:
+        """Let those who are parked wait on: a pipeline is being built."""
+        self._parking.hold(self._clock.now())
+
+    def _move_or_park(self, sequence: Sequence, lane: Lane, error: ShoalError, now: float, *, is_final: bool) -> None:
+        reason = f"{lane.pipeline_id} is gone ({error.reason})"
+        # Placed anew is not lost.
+        if sequence.has_started and isinstance(error, WorkerLost):
+            sequence.num_recoveries += 1
+            sequence.num_vain_recoveries += 1
+        if sequence.num_vain_recoveries > MAX_VAIN_RECOVERIES:
+            self._end(sequence.sequence_id, poisonous(error, sequence.num_vain_recoveries))
+            return
+        if self._move(sequence, lane.pipeline_id, reason, now):
+            return
+        if is_final:
+            self._end(sequence.sequence_id, error)
+        else:
+            sequence.note(now, "parked", reason)
+            self._parking.add(sequence, error, now)
+
+    def _offer_parked(self, now: float) -> None:
+        """Let those who are parked go on where that is possible."""
+        if not self._lanes:
+            return
+        for sequence in self._parking.sequences():
+            answer = self._answers[sequence.sequence_id]
+            if self._move(sequence, answer.pipeline_id, "a pipeline is there again", now):
+                self._parking.remove(sequence.sequence_id, now)
 
     def set_accepting(self, pipeline_id: PipelineId, is_accepting: bool) -> None:
         """Let a pipeline that is about to go away take nothing more, or let it again; nothing if it is gone."""
@@ -257,28 +272,32 @@ class Engine:
                 answer.sequence.note(now, "limits", lane.limits_text())
         self._turn([lane], now)
 
-    def _move(self, sequence: Sequence, source: Lane, reason: str, now: float) -> bool:
-        """Find another lane for a sequence whose own is gone; False if there is none that can take it."""
-        request, story = _route_request(sequence, now), self._answers[sequence.sequence_id].story
+    def _move(self, sequence: Sequence, source: PipelineId, reason: str, now: float) -> bool:
+        """Find a lane for a sequence whose own is gone; False if there is none that can take it."""
+        request, story = route_request(sequence, now), self._answers[sequence.sequence_id].story
         decision = route(request, self._views(request, now), reason)
         story.decide(decision, now)
         return any(self._hand_over(sequence, source, self._lanes[one], reason, now) for one in decision.ranking)
 
-    def _hand_over(self, sequence: Sequence, source: Lane, target: Lane, reason: str, now: float) -> bool:
-        """Submit a sequence that `source` has let go to another lane; False if that refuses it."""
+    def _hand_over(self, sequence: Sequence, source: PipelineId, target: Lane, reason: str, now: float) -> bool:
+        """Submit a sequence that `source` has let go to a lane; False if that refuses it."""
         try:
             target.scheduler.submit(sequence, now)
         except ShoalError as error:
             sequence.note(now, "refused", f"by {target.pipeline_id}: {error.message}")
             return False
-        self._answers[sequence.sequence_id].pipeline = target.pipeline
-        if target is not source:
-            sequence.note(now, "moved", f"{source.pipeline_id} -> {target.pipeline_id}: {reason}")
-            self._note_limits(sequence, target, now)
-            logger.info(
-                "sequence_moved sequence=%d from=%s to=%s tokens=%d reason=%r",
-                sequence.sequence_id, source.pipeline_id, target.pipeline_id, len(sequence.output_token_ids), reason,
-            )  # fmt: skip
+        answer = self._answers[sequence.sequence_id]
+        before, answer.pipeline = answer.pipeline, target.pipeline
+        if before is target.pipeline:
+            return True
+        if before is not None and sequence.output_token_ids and before.kernels != target.pipeline.kernels:
+            sequence.has_changed_kernels = True
+        sequence.note(now, "moved", f"{source or 'another orchestrator'} -> {target.pipeline_id}: {reason}")
+        self._note_limits(sequence, target, now)
+        logger.info(
+            "sequence_moved sequence=%d from=%s to=%s tokens=%d reason=%r",
+            sequence.sequence_id, source, target.pipeline_id, len(sequence.output_token_ids), reason,
+        )  # fmt: skip
         return True
 
     @staticmethod
@@ -344,8 +363,9 @@ class Engine:
         for lane in self._lanes.values():
             self._plan_fallback(lane, now)
         due = [at for lane in self._lanes.values() for at in (lane.scheduler.wake_at(now), lane.fallback_at)]
+        due.append(self._parking.wake_at())
         at = max(min((at for at in due if at is not None), default=math.inf), now + MIN_ALARM_S)
-        if self._alarm is not None and (at < self._alarm_at or not self._lanes):
+        if self._alarm is not None and (at < self._alarm_at or at == math.inf):
             self._alarm.cancel()
             self._alarm = None
         if self._alarm is None and at < math.inf:
@@ -360,6 +380,8 @@ class Engine:
     def _ring(self) -> None:
         """Do what has become due: end what has missed its deadline, move what waits too long, make batches again."""
         self._alarm, now = None, self._clock.now()
+        for sequence, error in self._parking.take_late(now):
+            self._end(sequence.sequence_id, missed_deadline(sequence, now) if error is None else self._given_up(error))
         for lane in self._lanes.values():
             self._expire(lane, now)
         for lane in self._lanes.values():
@@ -369,12 +391,13 @@ class Engine:
 
     def _expire(self, lane: Lane, now: float) -> None:
         for sequence in lane.scheduler.expire(now):
-            num_tokens, waited_s = len(sequence.output_token_ids), now - sequence.arrived_at
-            what = f"{num_tokens} of at most {sequence.max_tokens} answer tokens" if num_tokens else "no token"
-            message = (
-                f"the deadline passed {waited_s:.1f} s after the request came, with {what} computed; allow more time"
-            )
-            self._end(sequence.sequence_id, DeadlineExceeded(message))
+            self._end(sequence.sequence_id, missed_deadline(sequence, now))
+
+    def _given_up(self, error: ShoalError) -> ShoalError:
+        """The error of one that no pipeline came for, with what is known of why."""
+        if not self.parked_trouble:
+            return error
+        return WorkerLost(f"{error.message}; {self.parked_trouble}", retry_after_s=max(error.retry_after_s, 1.0))
 
     def _fall_back(self, lane: Lane, now: float) -> None:
         """Move what waits here too long to lanes that can start it at once."""
@@ -388,7 +411,7 @@ class Engine:
         for sequence in lane.scheduler.overdue(now, lane.fallback_s):
             if sequence.qos in blocked:
                 continue
-            request = _route_request(sequence, now)
+            request = route_request(sequence, now)
             views = self._views(request, now)
             decision = reroute(request, lane.pipeline_id, views, reason)
             if decision.pipeline_id is None:
@@ -400,29 +423,18 @@ class Engine:
     def _take_over(self, sequence: Sequence, source: Lane, target: Lane, reason: str, now: float) -> None:
         if source.scheduler.withdraw(sequence.sequence_id, now) is None:
             return
-        if self._hand_over(sequence, source, target, reason, now):
+        if self._hand_over(sequence, source.pipeline_id, target, reason, now):
             # So that the next one sees the slot taken.
             self._turn([target], now)
-        elif not self._hand_over(sequence, source, source, reason, now):
+        elif not self._hand_over(sequence, source.pipeline_id, source, reason, now):
             self._end(sequence.sequence_id, Overloaded("no pipeline can take the request any more", retry_after_s=1.0))
 
     def check_invariants(self) -> None:
         """Assert the invariants of the class; costs time proportional to all sequences."""
+        self._parking.check_invariants()
         for sequence_id, answer in self._answers.items():
+            if sequence_id in self._parking:
+                continue
             holders = [lane for lane in self._lanes.values() if lane.scheduler.get(sequence_id) is not None]
             assert [lane.pipeline for lane in holders] == [answer.pipeline], answer.sequence.story()
         assert self.num_running + self.num_waiting == len(self._answers)
-
-
-def _route_request(sequence: Sequence, now: float) -> RouteRequest:
-    return RouteRequest(
-        sequence.qos,
-        len(sequence.prompt_token_ids),
-        sequence.max_tokens,
-        has_answer=bool(sequence.output_token_ids),
-        time_left_s=None if sequence.deadline_at is None else sequence.deadline_at - now,
-        num_certain=1 if sequence.stop_ids else sequence.max_tokens,
-        period_s=sequence.period_s,
-        block_hashes=sequence.restorable_blocks,
-        num_stored=sequence.num_stored_blocks,
-    )

@@ -15,6 +15,7 @@ from orchestrator.core.routing import PipelineView, RouteRequest
 from orchestrator.core.scheduler import Scheduler
 from orchestrator.core.sequence import RestoredPrefix, RunId, Sequence
 from orchestrator.core.slots import round_up_to_page
+from orchestrator.core.step_time import StepTiming
 from orchestrator.core.tenants import TenantLedger
 from orchestrator.pipeline import Pipeline
 from shoal.kv import BLOCK_TOKENS, BlockHash
@@ -23,6 +24,8 @@ from shoal.v1 import flow_pb2, types_pb2
 
 RATE_WINDOW_S = 10.0
 MIN_RATE_S = 1.0
+# Between two looks of who learns from them.
+KEPT_TIMINGS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ class Lane:
         self.is_accepting = True
         self.decode_rate = Rate()
         self.prefill_rate = Rate()
+        self._timings: deque[StepTiming] = deque(maxlen=KEPT_TIMINGS)
 
     @property
     def pipeline_id(self) -> PipelineId:
@@ -87,6 +91,14 @@ class Lane:
         """Whether heat or battery of a device hold it back."""
         pace = self.scheduler.pace
         return pace.max_batch < self.pipeline.limits.max_batch or pace.steps_per_s > 0
+
+    @property
+    def longest_pass_s(self) -> float | None:
+        """What the slowest stage takes for as much as a pass may hold, at the end of a context; None before it is known."""
+        limits, times = self.pipeline.limits, self.scheduler.times
+        return (
+            times.bottleneck_s(limits.work_of(limits.chunk_tokens, limits.context_tokens)) if times.is_known else None
+        )
 
     def limits_text(self) -> str:
         """The limits in force, as a user reads them."""
@@ -163,6 +175,7 @@ class Lane:
         timing = self.pipeline.observe(result)
         if timing is not None:
             self.scheduler.observe(timing)
+            self._timings.append(timing)
         logprobs = self._logprobs(result)
         sampled = [SampledId(RunId(token.sequence_id), token.token_id) for token in result.tokens]
         emitted = self.scheduler.commit(result.step, sampled, result.burst_steps, now)
@@ -170,10 +183,18 @@ class Lane:
             self.decode_rate.add(len(emitted), now)
         return [EmittedToken(token, logprobs.get(token.sequence_id)) for token in emitted]
 
+    def take_timings(self) -> list[StepTiming]:
+        """The latest passes, each once."""
+        taken = list(self._timings)
+        self._timings.clear()
+        return taken
+
     def on_restored(self, restored: flow_pb2.Restored, now: float) -> None:
         """Take what the last stage reports of a Restore."""
         blocks = restored.restored
-        prefix = RestoredPrefix(blocks.num_blocks, blocks.num_from_redis, blocks.codec, blocks.is_exact)
+        prefix = RestoredPrefix(
+            blocks.num_blocks, blocks.num_from_redis, blocks.codec, blocks.is_exact, blocks.num_tokens
+        )
         self.scheduler.restored(RunId(restored.sequence_id), prefix, now)
 
     def on_failed(self, failed: flow_pb2.StepFailed, now: float) -> list[SequenceId]:
@@ -189,3 +210,18 @@ class Lane:
             if sequence is not None:
                 found[sequence.sequence_id] = token.logprobs
         return found
+
+
+def route_request(sequence: Sequence, now: float) -> RouteRequest:
+    """What matters of a sequence to the router."""
+    return RouteRequest(
+        sequence.qos,
+        len(sequence.prompt_token_ids),
+        sequence.max_tokens,
+        has_answer=bool(sequence.output_token_ids),
+        time_left_s=None if sequence.deadline_at is None else sequence.deadline_at - now,
+        num_certain=1 if sequence.stop_ids else sequence.max_tokens,
+        period_s=sequence.period_s,
+        block_hashes=sequence.restorable_blocks,
+        num_stored=sequence.num_stored_blocks,
+    )

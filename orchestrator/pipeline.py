@@ -32,11 +32,12 @@ MAX_HOP_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class StageMember:
-    """A stage as a user sees it."""
+    """A stage as a user sees it. kernel_fingerprint: equal ones compute the same bits."""
 
     worker_id: WorkerId
     device: str
     layers: LayerRange
+    kernel_fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,11 @@ class Pipeline:
     def mode(self) -> DeviceMode:
         return self.limits.mode
 
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Of each layer, what computes it."""
+        return tuple(member.kernel_fingerprint for member in self.members for _ in range(len(member.layers)))
+
     def forward(self, batch: Batch, find: Callable[[BatchRow], AnswerSequence]) -> None:
         """Send a batch to the first stage; `find` gives the sequence of a row that starts one."""
         self._steps[batch.step] = _TimedStep(
@@ -93,18 +99,24 @@ class Pipeline:
 
     def cancel(self, ended: Sequence[EndedSequence]) -> None:
         """Tell all stages that sequences ended and their slots are free."""
-        refs = [flow_pb2.SequenceRef(sequence_id=one.run_id, slot=one.slot) for one in ended]
+        refs = [
+            flow_pb2.SequenceRef(sequence_id=one.run_id, slot=one.slot, will_resume=one.will_resume) for one in ended
+        ]
         self._send(self._frame(cancel=flow_pb2.Cancel(sequences=refs)))
 
     def restore(self, restore: Restore) -> None:
-        """Ask all stages to fill a slot with leading blocks of a run; the first of them starts from the whole list."""
+        """Ask all stages to fill a slot with what they have of a run; the first of them starts from all that is asked."""
+        num_blocks = len(restore.block_hashes)
+        asked = flow_pb2.RestoredBlocks(num_blocks=num_blocks, is_exact=True, num_tokens=restore.num_tokens)
         message = flow_pb2.Restore(
             sequence_id=restore.run_id,
             slot=restore.slot,
             block_hashes=restore.block_hashes,
             is_exact_only=restore.is_exact_only,
             fetch_timeout_ms=restore.timeout_s * 1e3,
-            restored=flow_pb2.RestoredBlocks(num_blocks=len(restore.block_hashes), is_exact=True),
+            restored=asked,
+            trail_id=restore.trail_id,
+            num_tokens=restore.num_tokens,
         )
         self._send(self._frame(restore=message))
 
@@ -134,7 +146,7 @@ class Pipeline:
         stage_s = self._stage_times(result.stamps_ns, is_decode=step.is_decode)
         if work == 0 or not stage_s:
             return None
-        return StepTiming(work, stage_s, step.is_solo)
+        return StepTiming(work, stage_s, step.is_solo, len(result.tokens) if step.is_decode else 0)
 
     def forget(self, step: int) -> None:
         """Expect no timing of a step any more: it was lost."""
@@ -181,7 +193,10 @@ class Pipeline:
 
 def _start_of(sequence: AnswerSequence, keeps_blocks: bool) -> flow_pb2.SequenceStart:
     """What stages have to know of a run; names of blocks only if they are to keep them."""
-    needs_prompt = sequence.sampling.repetition_penalty != 1.0
+    sampling = sequence.sampling
+    needs_prompt = sampling.repetition_penalty != 1.0
+    needs_answer = needs_prompt or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
+    num_known = len(sequence.output_token_ids) - sequence.num_to_replay
     is_kept = keeps_blocks and sequence.kv_reuse is not KVReuse.NONE
     return flow_pb2.SequenceStart(
         sampling=messages.sampling_to_proto(sequence.sampling),
@@ -189,6 +204,8 @@ def _start_of(sequence: AnswerSequence, keeps_blocks: bool) -> flow_pb2.Sequence
         stop_token_ids=sorted(sequence.stop_ids),
         block_hashes=sequence.block_hashes if is_kept else (),
         is_kv_exact=sequence.is_kv_exact,
+        trail_id=sequence.trail_id,
+        answer_token_ids=sequence.output_token_ids[:num_known] if needs_answer else (),
     )
 
 

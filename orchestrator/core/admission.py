@@ -104,7 +104,7 @@ class Admission:
 
         Its prompt joins the others with join(), at once or when what stages keep of it is in the slot.
         """
-        slot = self.slots.acquire(sequence.sequence_id, sequence.num_tokens_max)
+        slot = self.slots.acquire(sequence.sequence_id, sequence.num_tokens_max, sequence.last_slot)
         self._is_full = slot is None
         if slot is None:
             return False

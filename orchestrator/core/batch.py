@@ -87,10 +87,11 @@ class Emitted:
 
 @dataclass(frozen=True, slots=True)
 class EndedSequence:
-    """A run that is over: its sequence has ended, or lost its slot to another one."""
+    """A run that is over: its sequence has ended, or lost its slot to another one and goes on later (will_resume)."""
 
     run_id: RunId
     slot: SlotId
+    will_resume: bool = False
 
 
 class InFlight:
@@ -182,7 +183,8 @@ def decode_row(sequence: Sequence) -> BatchRow:
     assert sequence.run_id is not None, sequence.story()
     assert sequence.slot is not None, sequence.story()
     position, token_id = sequence.next_input()
-    return BatchRow(sequence.run_id, sequence.slot, position, 1, (token_id,), True, False)
+    is_start = position == sequence.num_restored
+    return BatchRow(sequence.run_id, sequence.slot, position, 1, (token_id,), True, is_start)
 
 
 def chunk_row(sequence: Sequence, num_tokens: int) -> BatchRow:

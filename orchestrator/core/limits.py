@@ -21,6 +21,10 @@ STEP_TOKENS = 8
 # Reading what a slot holds costs a pass as much as the attention of so many tokens. Source: the default model, chunks of 2
 # to 64 tokens at 1,800 tokens held.
 KV_READ_TOKENS = 6
+# Kernels take one row as if it were two.
+LEAST_ROWS = 2
+# Smaller batches are inefficient, so they are made only where stages would be idle else.
+MIN_ROWS = 4
 # All tenants together: with prompts of the usual length that is some 100 MB of waiting requests.
 MAX_WAITING_TOTAL = 20_000
 
@@ -45,7 +49,7 @@ class SchedulerLimits:
     chunk_tokens: int = 64
     max_waiting: int = 256
     burst_steps: int = 16
-    min_rows: int = 4
+    min_rows: int = MIN_ROWS
     mode: DeviceMode = DeviceMode.MIXED
     stage_costs: tuple[float, ...] = ()
     attention_tokens: float = math.inf
@@ -79,6 +83,11 @@ class SchedulerLimits:
         return max(int((work - KV_READ_TOKENS * share) / (1 + share)), 0)
 
     @property
+    def is_reserved(self) -> bool:
+        """Whether it is for class LATENCY, and others only borrow it."""
+        return self.mode is DeviceMode.LATENCY
+
+    @property
     def sequence_tokens(self) -> int:
         """The most tokens one sequence may have, prompt and answer."""
         return min(self.context_tokens, round_down_to_page(self.kv_tokens))
@@ -101,6 +110,15 @@ class SchedulerLimits:
             f"{advice}, or add devices",
             field="prompt",
         )
+
+
+def even_rows(num_streams: int, num_stages: int, max_rows: int, min_rows: int = MIN_ROWS) -> int:
+    """The rows of a batch if so many sequences decode: few small ones where large ones would leave stages idle."""
+    share = -(-num_streams // num_stages)
+    num_rows = max(min_rows, share)
+    if -(-num_streams // num_rows) < num_stages:
+        num_rows = max(share, LEAST_ROWS)
+    return min(num_rows, max_rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,8 @@ from shoal.types import QosClass, SequenceId
 # Highest first: who of two goes first when both could, and who may take whose slot.
 CLASSES = (QosClass.LATENCY, QosClass.BALANCED, QosClass.THROUGHPUT)
 PRIORITY = {qos: number for number, qos in enumerate(CLASSES)}
+# No more of the waiting than this are offered to other pipelines at once.
+MAX_OVERDUE = 16
 # How long a class goes without a turn before it comes before one of class LATENCY that is there just now: ageing without
 # a timer. About four times what each aims at: a first token within seconds, or whenever it is convenient.
 PATIENCE_S = {QosClass.LATENCY: 0.0, QosClass.BALANCED: 2.0, QosClass.THROUGHPUT: 10.0}
@@ -178,7 +180,7 @@ class WaitingQueue:
         """How many wait in this class and in higher ones."""
         return sum(len(line.in_order) for one, line in self._lines.items() if not outranks(qos, one))
 
-    def queued_before(self, at: float, at_most: int) -> list[Sequence]:
+    def queued_before(self, at: float, at_most: int = MAX_OVERDUE) -> list[Sequence]:
         """Those who never had a slot and have waited here since `at` or longer, by rank; no more than at_most."""
         found: list[Sequence] = []
         for line in self._lines.values():

@@ -34,24 +34,22 @@ from orchestrator.core.sequence import RestoredPrefix, RunId, Sequence, Sequence
 from orchestrator.core.step_time import Prediction, StepTimes, StepTiming
 from orchestrator.core.tenants import TenantLedger
 from shoal.errors import ContextExceeded
-from shoal.types import DeviceMode, FinishReason, NumericClass, QosClass, SequenceId
+from shoal.types import FinishReason, NumericClass, QosClass, SequenceId
 
 # On a pipeline for class LATENCY, prompt tokens of other classes in a batch.
 BORROWED_CHUNK_TOKENS = 16
-# No more requests than this are offered to other pipelines at once.
-MAX_OVERDUE = 16
 
 
 class Scheduler:
     """Waiting and running sequences, and the batches in flight.
 
-    A sequence whose slot is taken waits again. In its next run the prompt and then each known answer token are computed
-    anew, one at a time as they were drawn, so that the answer goes on as if nothing had happened. A run whose prompt begins
-    with blocks that stages may keep awaits them first, and takes no part in batches meanwhile.
+    A sequence whose slot is taken waits again. In its next run prompt and known answer tokens are computed anew, one at a
+    time as they were drawn, so that it goes on as if nothing had happened; but first the run awaits what stages may have
+    kept of it, and takes no part in batches meanwhile.
 
     Invariants:
     - a sequence waits, or runs and holds a slot with room for num_tokens_max;
-    - a run that awaits blocks is in no batch, and its prompt is not among those that are computed;
+    - a run that awaits what is kept of it is in no batch, nor its prompt among those that are computed;
     - a decoding sequence is ready, parked until its next token is due, or in exactly one batch in flight, sampled there;
     - at most num_stages batches with decode rows are in flight, and num_stages + 1 overall.
     """
@@ -119,7 +117,7 @@ class Scheduler:
         """Queue a sequence, new or with a part of its answer, and lower its max_tokens to what the context leaves.
 
         Raises InvalidRequest, ContextExceeded (waiting would not help), Overloaded or DeadlineUnmeetable (later it may); the
-        servicer tells the client. Who had a slot before is not refused for lack of room or time.
+        servicer tells the client. Who had a slot before, anywhere, is not refused for lack of room or time.
         """
         assert sequence.sequence_id not in self._sequences, f"submitted twice: {sequence.story()}"
         num_prompt = len(sequence.prompt_token_ids)
@@ -131,7 +129,7 @@ class Scheduler:
                 f"{num_prompt + len(sequence.output_token_ids)}"
             )
         self.restores.expect(sequence)
-        if not sequence.has_started:
+        if not (sequence.has_started or sequence.output_token_ids):
             self._admission.check_bounds(sequence.tenant, now)
             self._forecast.check_deadline(sequence, max_tokens, self._moment(now))
         sequence.max_tokens = max_tokens
@@ -169,8 +167,8 @@ class Scheduler:
         return running + waiting
 
     def overdue(self, now: float, timeout_s: float) -> list[Sequence]:
-        """Those who wait here for timeout_s or longer and never had a slot, the first MAX_OVERDUE by rank."""
-        return self._admission.queue.queued_before(now - timeout_s, MAX_OVERDUE)
+        """Those who wait here for timeout_s or longer and never had a slot, the first few by rank."""
+        return self._admission.queue.queued_before(now - timeout_s)
 
     def expire(self, now: float) -> list[Sequence]:
         """End those whose deadline has passed, and return them: their clients are to be told."""
@@ -193,11 +191,13 @@ class Scheduler:
 
         It may take slots from running sequences for it: their runs are in take_ended() before the batch may be sent.
         """
+        for run_id in self.restores.late(now):
+            self.restored(run_id, RestoredPrefix(0), now)
         if not self._in_flight.has_credit or now < self._in_flight.next_at(self.pace):
             return None
         moment = self._moment(now)
-        is_turn_of_prompts = self._in_flight.is_turn_of_prompts(self.pace, self._admission.prompt_rank, now)
-        chunks = self._take_chunks(0, moment) if is_turn_of_prompts else []
+        is_theirs = self._in_flight.is_turn_of_prompts(self.pace, self._admission.prompt_rank, now)
+        chunks = self._take_chunks(0, moment) if is_theirs else []
         decoding = self._decoding.take(moment) if self._in_flight.has_decode_credit and not chunks else []
         is_solo = bool(decoding) and decoding[0].numeric is NumericClass.SOLO
         # No burst while anything else wants its turn at step boundaries.
@@ -217,8 +217,7 @@ class Scheduler:
         Every sampled row of a living run must have a token in each step. Unknown steps and the tokens of runs that are over
         are ignored: both may still be under way after an abort or a preemption.
         """
-        batch = self._in_flight.get(step)
-        if batch is None:
+        if (batch := self._in_flight.get(step)) is None:
             return []
         for row in batch.rows[batch.num_decode_rows :]:
             if (sequence := self._runs.get(row.run_id)) is not None:
@@ -242,10 +241,9 @@ class Scheduler:
         return True
 
     def take_ended(self) -> list[EndedSequence]:
-        """Runs that stages know of and that ended since the last call.
+        """Runs that stages know of and that ended since the last call: to be cancelled before any later batch is sent.
 
-        The caller sends Cancel for them before any later batch, that of a schedule() which took their slots included: the
-        slots may be in it already, for others.
+        That of a schedule() which took their slots included: the slots may be in it already, for others.
         """
         ended, self._ended = self._ended, []
         return ended
@@ -259,28 +257,31 @@ class Scheduler:
         return self.restores.take_prefetches(partial(self.fetch_s, now))
 
     def restored(self, run_id: RunId, prefix: RestoredPrefix, now: float) -> None:
-        """Let the prompt of a run go on behind what stages have restored; nothing if nobody awaits that (any more)."""
-        if (sequence := self.restores.answer(run_id, prefix, now)) is not None:
+        """Let a run go on behind what stages have restored; nothing if nobody awaits that (any more)."""
+        sequence = self.restores.answer(run_id, prefix, now)
+        if sequence is not None and sequence.num_prompt_left:
             self._admission.join(sequence)
+        elif sequence is not None:
+            self._decode(sequence)
+            self._decoding.put_back(sequence, now)
 
     def fail_step(self, step: int, now: float) -> list[SequenceId]:
         """End a batch that a stage could not run, and all its sequences; returns those it ended."""
-        batch = self._in_flight.get(step)
-        if batch is None:
+        if (batch := self._in_flight.get(step)) is None:
             return []
         failed = [self._runs[row.run_id] for row in batch.rows if row.run_id in self._runs]
-        for sequence in failed:
-            self._end(sequence, None, now)
+        for one in failed:
+            self._end(one, None, now)
         self._close(batch, now)
-        return [sequence.sequence_id for sequence in failed]
+        return [one.sequence_id for one in failed]
 
     def wake_at(self, now: float) -> float | None:
         """When schedule() or expire() may have something to do though nothing else happens until then; None: never."""
         next_at = self._in_flight.next_at(self.pace)
-        later = [next_at] if self._sequences else []
+        later = [*self.restores.late_at(), *([next_at] if self._sequences else [])]
         if (decoding_at := self._decoding.wake_at(now)) is not None:
             later.append(max(decoding_at, next_at))
-        if self._is_reserved():
+        if self.limits.is_reserved:
             later += [rank for rank, _ in self._admission.prompts_in_turn()]
         return min([*self._deadlines.first(), *(at for at in later if at > now)], default=None)
 
@@ -329,7 +330,7 @@ class Scheduler:
         """Find whose prompt is next and how much of it. Who finds no slot keeps its turn, and all lower ones wait."""
         blocked: Sequence | None = None
         for rank, sequence in self._admission.prompts_in_turn():
-            is_borrower = self._is_reserved() and sequence.qos is not QosClass.LATENCY
+            is_borrower = self.limits.is_reserved and sequence.qos is not QosClass.LATENCY
             if is_borrower and moment.has_latency and rank > moment.now:
                 continue
             num_left = sequence.num_prompt_left
@@ -343,9 +344,6 @@ class Scheduler:
                 return sequence, num_tokens
             blocked = sequence if blocked is None else blocked
         return None
-
-    def _is_reserved(self) -> bool:
-        return self.limits.mode is DeviceMode.LATENCY
 
     def _admit(self, sequence: Sequence, blocked: Sequence | None, now: float) -> bool:
         """Give a waiting sequence a slot, that of somebody of a lower class if need be; False if there is none for it.
@@ -376,13 +374,13 @@ class Scheduler:
 
     def _preempt(self, victim: Sequence, winner: Sequence, now: float) -> None:
         """Take the slot of a running sequence, which waits again; what is in flight of its run is worth nothing."""
-        self._stop_run(victim)
+        self._stop_run(victim, will_resume=True)
         victim.num_preemptions += 1
         victim.stop_run(now)
         victim.note(now, "preempted", f"by a request of class {winner.qos.value}")
         self._admission.wait_again(victim)
 
-    def _stop_run(self, sequence: Sequence) -> None:
+    def _stop_run(self, sequence: Sequence, *, will_resume: bool = False) -> None:
         """Take a running sequence out of everything that its run is in."""
         assert sequence.run_id is not None, sequence.story()
         assert sequence.slot is not None, sequence.story()
@@ -390,14 +388,13 @@ class Scheduler:
             self._decoding.remove(sequence)
         self._admission.release(sequence)
         if not self.restores.stop(sequence.run_id):
-            self._ended.append(EndedSequence(sequence.run_id, sequence.slot))
+            self._ended.append(EndedSequence(sequence.run_id, sequence.slot, will_resume))
         del self._runs[sequence.run_id]
 
     def _accept(self, sequence: Sequence, token_id: int, now: float) -> list[Emitted]:
         """Take a token of a run; nothing is emitted while it computes again what is known."""
         if sequence.state is SequenceState.PREFILL:
-            sequence.move_to(SequenceState.DECODE)
-            self._decoding.add(sequence)
+            self._decode(sequence)
         if sequence.num_to_replay:
             self.num_replay_mismatches += not sequence.replay(token_id)
             self._decoding.took_token(sequence)
@@ -408,6 +405,10 @@ class Scheduler:
         if finish is not None:
             self._end(sequence, finish, now)
         return [Emitted(sequence.sequence_id, index, token_id, finish)]
+
+    def _decode(self, sequence: Sequence) -> None:
+        sequence.move_to(SequenceState.DECODE)
+        self._decoding.add(sequence)
 
     def _close(self, batch: Batch, now: float) -> None:
         """Free the credit of a batch; what still decodes in it is ready again."""

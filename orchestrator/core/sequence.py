@@ -20,7 +20,8 @@ RunId = NewType("RunId", int)
 
 # Of requests that name none.
 DEFAULT_TENANT = "default"
-# A run computes at least so many tokens of its prompt: the last one is sampled from, and none may be computed alone.
+# A run that computes the last of its prompt computes at least so many tokens of it: that one is sampled from, and none may
+# be computed alone.
 MIN_PREFILL_TOKENS = 2
 # Enough for the story of an answer that is moved and preempted as often as is allowed.
 MAX_EVENTS = 64
@@ -63,13 +64,14 @@ class RestoredPrefix:
     """Leading blocks of a prompt that stages kept, so that a run need not compute them.
 
     num_from_redis: of these, how many a stage had to fetch. codec: the coarsest, empty without blocks. is_exact: nothing
-    among them is lossy.
+    among them is lossy. num_tokens: of a sequence that ran before, tokens in the slot, of blocks and of its trail.
     """
 
     num_blocks: int
     num_from_redis: int = 0
     codec: str = ""
     is_exact: bool = True
+    num_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -84,12 +86,17 @@ class Sequence:
     and if an error ended it.
 
     block_hashes: names of the leading full blocks of the prompt. num_stored_blocks: how many of them Redis is believed to
-    hold. num_blocks_expected: how many its lane expected to find when it came. num_blocks_asked: how many stages were asked
-    to restore and have not answered for yet. restored: what they did for the latest run. is_prompt_charged: its tenant was.
+    hold. num_blocks_expected: how many its lane expected to find when it came. num_blocks_asked, num_tokens_asked: what
+    stages were asked to restore, blocks and all, and have not answered for yet. restored: what they did for the latest run.
+    num_restored: tokens that the latest run did not have to compute. trail_id: under which stages checkpoint what it has in
+    its slots, empty if they are not to. last_slot: of the run before. num_recoveries: how often its pipeline was lost and it
+    went on; num_vain_recoveries: since its newest token; has_changed_kernels: once with another kind of processor.
+    is_prompt_charged: its tenant was.
 
     Invariants: slot and run are held exactly in PREFILL and DECODE; in DECODE the whole prompt is dispatched; what a run
     has to compute again are the last of the answer tokens, all of them in PREFILL; never more than max_tokens of them; while
-    blocks are asked for, which is in PREFILL only, nothing is dispatched; at least MIN_PREFILL_TOKENS are not restored.
+    something is asked for, which is in PREFILL only, nothing is dispatched; of a prompt that is not restored as a whole, at
+    least MIN_PREFILL_TOKENS are not.
     """
 
     sequence_id: SequenceId
@@ -115,7 +122,14 @@ class Sequence:
     num_preemptions: int = 0
     num_blocks_expected: int = 0
     num_blocks_asked: int = 0
+    num_tokens_asked: int = 0
     restored: RestoredPrefix | None = None
+    num_restored: int = 0
+    trail_id: bytes = b""
+    last_slot: SlotId | None = None
+    num_recoveries: int = 0
+    num_vain_recoveries: int = 0
+    has_changed_kernels: bool = False
     is_prompt_charged: bool = False
     output_token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -155,12 +169,14 @@ class Sequence:
     @property
     def is_restoring(self) -> bool:
         """Whether it has a slot, and waits for stages to say what they have put into it."""
-        return self.num_blocks_asked > 0
+        return self.num_tokens_asked > 0
 
     @property
-    def num_restored(self) -> int:
-        """Prompt tokens that the latest run did not have to compute."""
-        return 0 if self.restored is None else self.restored.num_blocks * BLOCK_TOKENS
+    def num_resumable(self) -> int:
+        """Tokens whose KV is of use to a run that goes on with the answer: all known ones but the newest."""
+        if not (self.trail_id and self.output_token_ids):
+            return 0
+        return len(self.prompt_token_ids) + len(self.output_token_ids) - 1
 
     @property
     def is_kv_exact(self) -> bool:
@@ -201,28 +217,42 @@ class Sequence:
         self.move_to(SequenceState.PREFILL)
         self.note(now, "resumed" if self.has_started else "admitted", f"run {run_id} in slot {slot}")
         self.run_id, self.slot, self.restored = run_id, slot, None
-        self.num_dispatched, self.num_to_replay = 0, len(self.output_token_ids)
+        self.num_dispatched, self.num_to_replay, self.num_restored = 0, len(self.output_token_ids), 0
         self.queue_s += now - self.queued_at
         self.admitted_at = now
 
-    def begin_restore(self, num_blocks: int, now: float) -> None:
-        """Wait for so many leading blocks of the prompt before computing what follows them."""
-        self.num_blocks_asked = num_blocks
-        self.note(now, "restoring", f"{num_blocks} blocks of {BLOCK_TOKENS} tokens are looked for")
+    def begin_restore(self, num_blocks: int, num_tokens: int, now: float) -> None:
+        """Wait for leading blocks of the prompt, and for num_tokens tokens with what is behind them, before going on."""
+        self.num_blocks_asked, self.num_tokens_asked = num_blocks, num_tokens
+        self.note(
+            now, "restoring", f"{num_tokens} tokens are looked for, {num_blocks} blocks of {BLOCK_TOKENS} among them"
+        )
 
     def end_restore(self, restored: RestoredPrefix, now: float) -> None:
-        """Go on with the prompt behind what was restored, which is no more than what was asked for."""
+        """Go on behind what was restored, which is no more than what was asked for.
+
+        With the prompt, from the end of a block on, for chunks of it begin there; or with the answer, if all of the prompt
+        is there: then what is known of the answer as far as it is not there is still to be computed again.
+        """
         assert 0 <= restored.num_blocks <= self.num_blocks_asked, self.story()
-        where = f", {restored.num_from_redis} of them from Redis" if restored.num_from_redis else ""
-        self.note(now, "restored", f"{restored.num_blocks} of {self.num_blocks_asked} blocks{where}")
-        self.num_blocks_asked, self.restored = 0, restored
-        self.num_dispatched = self.num_restored
+        assert restored.num_tokens <= self.num_tokens_asked, self.story()
+        num_prompt = len(self.prompt_token_ids)
+        is_whole = num_prompt <= restored.num_tokens <= self.num_resumable
+        self.num_restored = restored.num_tokens if is_whole else restored.num_blocks * BLOCK_TOKENS
+        where = f", {restored.num_from_redis} of its blocks from Redis" if restored.num_from_redis else ""
+        self.note(now, "restored", f"{self.num_restored} of {self.num_tokens_asked} tokens{where}")
+        self.num_blocks_asked = self.num_tokens_asked = 0
+        self.restored = restored
+        self.num_dispatched = min(self.num_restored, num_prompt)
+        if is_whole:
+            self.num_to_replay = self.num_resumable - self.num_restored
 
     def stop_run(self, now: float) -> None:
         """Lose the slot and wait again, with the answer tokens so far."""
         self.move_to(SequenceState.WAITING)
+        self.last_slot = self.slot
         self.run_id = self.slot = None
-        self.num_dispatched = self.num_to_replay = self.num_blocks_asked = 0
+        self.num_dispatched = self.num_to_replay = self.num_blocks_asked = self.num_tokens_asked = 0
         self.queued_at = now
 
     def append(self, token_id: int, now: float) -> FinishReason | None:
@@ -234,6 +264,7 @@ class Sequence:
             # A token that is late may be followed by the next at once, but what was missed before that is not made up for.
             self.next_token_at = max(self.next_token_at + self.period_s, now)
         self.output_token_ids.append(token_id)
+        self.num_vain_recoveries = 0
         if token_id in self.stop_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.num_output_left == 0 else None
@@ -242,7 +273,7 @@ class Sequence:
         """End; reason None: by an error."""
         self.move_to(SequenceState.FINISHED)
         self.run_id = self.slot = None
-        self.num_blocks_asked = 0
+        self.num_blocks_asked = self.num_tokens_asked = 0
         self.finish_reason = reason
         self.note(now, "ended", "error" if reason is None else reason.value)
 
@@ -262,7 +293,7 @@ class Sequence:
             f"sequence {self.sequence_id} is {self.state.value} as run {self.run_id} in slot {self.slot}: "
             f"arrived {self.arrived_at}, admitted {self.admitted_at}, first token {self.first_token_at}, "
             f"{self.num_dispatched} of {len(self.prompt_token_ids)} prompt tokens dispatched, "
-            f"{self.num_blocks_asked} blocks asked for, {self.restored} restored, "
+            f"{self.num_tokens_asked} tokens asked for, {self.num_restored} restored by {self.restored}, "
             f"{len(self.output_token_ids)} of {self.max_tokens} answer tokens, {self.num_to_replay} of them to be "
             f"computed again, preempted {self.num_preemptions} times"
         )
@@ -276,11 +307,12 @@ class Sequence:
             assert self.num_prompt_left == 0, self.story()
         if self.state is SequenceState.PREFILL:
             assert self.num_to_replay == len(self.output_token_ids), self.story()
+            assert self.num_restored <= max(len(self.prompt_token_ids) - MIN_PREFILL_TOKENS, 0), self.story()
         assert 0 <= self.num_to_replay <= len(self.output_token_ids), self.story()
         assert self.num_output_left >= 0, self.story()
         if self.is_restoring:
             assert self.state is SequenceState.PREFILL, self.story()
             assert (self.num_dispatched, self.restored) == (0, None), self.story()
-        if is_running and self.num_restored:
-            assert self.num_restored <= self.num_dispatched, self.story()
-            assert self.num_restored <= len(self.prompt_token_ids) - MIN_PREFILL_TOKENS, self.story()
+        if is_running:
+            assert min(self.num_restored, len(self.prompt_token_ids)) <= self.num_dispatched, self.story()
+            assert self.num_restored <= self.num_held, self.story()

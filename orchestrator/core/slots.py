@@ -54,16 +54,22 @@ class SlotPool:
     def free_tokens(self) -> int:
         return self.kv_tokens - self.used_tokens
 
-    def acquire(self, sequence_id: SequenceId, num_tokens: int) -> SlotId | None:
-        """Reserve the lowest free slot and num_tokens of KV, or nothing (None) if either is short.
+    def acquire(self, sequence_id: SequenceId, num_tokens: int, preferred: SlotId | None = None) -> SlotId | None:
+        """Reserve a free slot and num_tokens of KV, or nothing (None) if either is short.
 
-        The lowest, because a stage computes over the range that covers the slots in use: low numbers keep it short.
+        The preferred one if it is free, for what a stage may have kept in it; else the lowest, because a stage computes
+        over the range that covers the slots in use: low numbers keep it short.
         """
         assert sequence_id not in self._held, f"sequence {sequence_id} already holds {self._held[sequence_id]}"
         reserved = round_up_to_page(num_tokens)
         if not self._free or self.used_tokens + reserved > self.kv_tokens:
             return None
-        slot = heapq.heappop(self._free)
+        if preferred in self._free:
+            slot = preferred
+            self._free.remove(slot)
+            heapq.heapify(self._free)
+        else:
+            slot = heapq.heappop(self._free)
         self._held[sequence_id] = Reservation(slot, reserved)
         self.used_tokens += reserved
         return slot

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from orchestrator.core.batch import Batch, SampledId
+from orchestrator.core.footprint import ModelFootprint
 from orchestrator.core.limits import SchedulerLimits
-from orchestrator.core.placement import ModelFootprint, Placement, Stage
+from orchestrator.core.placement import Placement, Stage
 from orchestrator.core.scheduler import Scheduler
 from orchestrator.core.sequence import QosTargets, Sequence, SequenceState
 from orchestrator.core.step_time import StepTiming
@@ -202,7 +203,6 @@ def make_model(
     is_head_tied: bool = True,
     kv_bytes_per_token_per_layer: int = 1536,
     context_tokens: int = 2048,
-    head_cost_layers: float = 6.0,
 ) -> ModelFootprint:
     """About the sizes of SmolLM2-135M."""
     return ModelFootprint(
@@ -212,7 +212,6 @@ def make_model(
         is_head_tied=is_head_tied,
         kv_bytes_per_token_per_layer=kv_bytes_per_token_per_layer,
         context_tokens=context_tokens,
-        head_cost_layers=head_cost_layers,
     )
 
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from orchestrator.answer import Answer, TokenEvent
 from orchestrator.core.sequence import Sequence
 from orchestrator.core.tenants import TenantLedger
-from orchestrator.engine import Answer, Engine, TokenEvent
+from orchestrator.engine import Engine
 from orchestrator.lane import Lane
 from orchestrator.pipeline import Pipeline, StageMember
 from shoal.errors import ShoalError, WorkerLost
@@ -180,7 +181,7 @@ def token_ids(answer: Answer) -> list[int]:
 
 
 def where(answer: Answer) -> str:
-    return answer.pipeline.pipeline_id
+    return answer.pipeline_id
 
 
 def told(harness: Harness, request_id: str) -> list[tuple[str, str]]:

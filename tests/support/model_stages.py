@@ -45,6 +45,7 @@ class ModelStages:
     tokens: dict[SlotId, list[int]] = field(default_factory=dict)
     names: dict[SlotId, tuple[BlockHash, ...]] = field(default_factory=dict)
     kept: dict[BlockHash, list[int]] = field(default_factory=dict)
+    trails: dict[bytes, list[int]] = field(default_factory=dict)
 
     def cancel(self, ended: Seq[EndedSequence]) -> None:
         for one in ended:
@@ -53,12 +54,15 @@ class ModelStages:
             self.names.pop(one.slot, None)
 
     def restore(self, restore: Restore) -> RestoredPrefix:
-        """Fill a slot with as many leading blocks as are kept."""
+        """Fill a slot with as many leading blocks as are kept, and with what the trail goes on with."""
         assert restore.slot not in self.owners, f"slot {restore.slot} is taken"
         kept = list(takewhile(lambda one: one in self.kept, restore.block_hashes))
         self.owners[restore.slot] = restore.run_id
         self.tokens[restore.slot] = [token_id for one in kept for token_id in self.kept[one]]
-        return RestoredPrefix(len(kept), codec="f32" if kept else "")
+        trail = self.trails.get(restore.trail_id, [])[: restore.num_tokens]
+        if len(kept) == len(restore.block_hashes) and len(trail) > len(self.tokens[restore.slot]):
+            self.tokens[restore.slot] = list(trail)
+        return RestoredPrefix(len(kept), codec="f32" if kept else "", num_tokens=len(self.tokens[restore.slot]))
 
     def run(self, batch: Batch, find: Callable[[RunId], Sequence | None] = lambda _: None) -> list[SampledId]:
         """Compute a batch as it was sent, and draw its tokens; `find`: whose run it is, for the names of its blocks."""
@@ -70,6 +74,9 @@ class ModelStages:
             assert len(row.token_ids) == row.num_tokens
             self.tokens[row.slot] += row.token_ids
             self._keep(row)
+            sequence = find(row.run_id)
+            if sequence is not None and sequence.trail_id:
+                self.trails[sequence.trail_id] = list(self.tokens[row.slot])
         return [self._draw(row) for row in batch.rows if row.is_sampled]
 
     def _start(self, row: BatchRow, sequence: Sequence | None) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from shoal.client import AsyncStream
 from shoal.errors import ShoalError
 from shoal.generation import Generation
+from shoal.streams import AsyncStream
 from shoal.types import DeviceMode
 from tests.support.fleet import WAIT_S, LocalFleet, make_device
 

@@ -157,12 +157,12 @@ def test_a_waiting_sequence_that_is_aborted_was_never_known_to_a_stage() -> None
     assert harness.p1.bodies() == ["step"]
 
 
-async def test_a_lost_pipeline_ends_everything_with_its_error() -> None:
+async def test_a_pipeline_that_nothing_comes_after_ends_everything_with_its_error() -> None:
     harness = Harness(num_slots=1)
     answers = [harness.submit(1), harness.submit(2)]
     lost = WorkerLost("w0 is gone")
 
-    harness.engine.pipeline_down(P1, lost)
+    harness.engine.pipeline_down(P1, lost, is_final=True)
 
     assert [await error_of(answer) for answer in answers] == [lost, lost]
     assert harness.engine.is_idle
@@ -175,7 +175,7 @@ async def test_tokens_that_came_before_a_loss_are_delivered_before_its_error() -
     answer = harness.submit()
     harness.p1.answer_step(11)
 
-    harness.engine.pipeline_down(P1, WorkerLost("w0 is gone"))
+    harness.engine.pipeline_down(P1, WorkerLost("w0 is gone"), is_final=True)
 
     assert (await next_event(answer)).token_id == 11
     assert isinstance(await error_of(answer), WorkerLost)
@@ -201,7 +201,7 @@ def test_an_abort_after_the_pipeline_is_lost_does_nothing() -> None:
 def test_a_new_pipeline_serves_after_a_loss() -> None:
     harness = Harness()
     harness.submit(1)
-    harness.engine.pipeline_down(P1, WorkerLost("w0 is gone"))
+    harness.engine.pipeline_down(P1, WorkerLost("w0 is gone"), is_final=True)
     harness.p1.sent.clear()
 
     harness.engine.pipeline_up(harness.p1.pipeline, FALLBACK_S)

@@ -7,9 +7,10 @@ from unittest.mock import Mock
 
 import pytest
 
+from orchestrator.answer import Answer
 from orchestrator.core.limits import Pace
 from orchestrator.core.step_time import StepTiming
-from orchestrator.engine import FALLBACK_AGAIN, Answer
+from orchestrator.engine import FALLBACK_AGAIN
 from shoal.errors import DeadlineExceeded, Overloaded
 from shoal.types import DeviceMode, FinishReason, SequenceId
 from tests.support.lanes import (
@@ -243,7 +244,7 @@ def test_without_pipelines_there_is_no_alarm() -> None:
     harness = Harness()
     harness.submit(1, deadline_at=9.0)
 
-    harness.engine.pipeline_down(P1, LOST)
+    harness.engine.pipeline_down(P1, LOST, is_final=True)
 
     assert harness.clock.next_alarm_at is None
 

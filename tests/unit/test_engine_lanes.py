@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from orchestrator.answer import Answer
+from orchestrator.core.parking import PARKED_S
 from orchestrator.core.limits import Pace
 from orchestrator.core.tenants import TenantLedger
-from orchestrator.engine import Answer
 from shoal.errors import ContextExceeded, NotReady, Overloaded, WorkerLost
 from shoal.types import DeviceMode, FinishReason, NumericClass, QosClass, SequenceId
 from tests.support.builders import know_times
@@ -250,13 +251,14 @@ def test_late_results_of_a_lost_pipeline_change_nothing() -> None:
     assert token_ids(answer) == expected_answer(20, 10)
 
 
-async def test_an_answer_that_fits_no_other_pipeline_gets_the_error() -> None:
+async def test_an_answer_that_fits_no_other_pipeline_gets_the_error_when_it_has_waited_in_vain() -> None:
     harness = Harness()
     answer = harness.submit(num_prompt=20, max_tokens=100)
     harness.p1.compute()
     harness.add(P2, context_tokens=64)
 
     harness.engine.pipeline_down(P1, LOST)
+    harness.clock.move_to(PARKED_S)
 
     assert (await next_event(answer)).index == 0
     assert await error_of(answer) is LOST
@@ -329,6 +331,7 @@ def test_nothing_moves_to_a_pipeline_that_takes_nothing_more() -> None:
     harness.engine.set_accepting(P2, False)
 
     harness.engine.pipeline_down(P1, LOST)
+    harness.clock.move_to(PARKED_S)
 
     assert harness.engine.is_idle
     assert isinstance(answer._queue.get_nowait(), WorkerLost)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from orchestrator.answer import Answer
 from orchestrator.core.forecast import UNKNOWN_BLOCK_S, UNKNOWN_FETCH_S
 from orchestrator.core.routing import RouteRequest
 from orchestrator.core.sequence import RestoredPrefix
-from orchestrator.engine import Answer
 from shoal.kv import BlockHash
 from shoal.types import FinishReason, KVReuse, QosClass, SequenceId
 from shoal.v1 import flow_pb2
@@ -52,7 +52,7 @@ def test_a_prompt_that_comes_again_is_restored_and_its_answer_is_the_same() -> N
     assert token_ids(answer) == expected_answer(NUM_PROMPT, 4)
     assert answer.sequence.restored == RestoredPrefix(3, codec="f32")
     assert [(row.position, row.num_tokens) for row in harness.p1.steps()[0].rows] == [(192, 8)]
-    assert ("restored", "3 of 3 blocks") in told(harness, "again")
+    assert ("restored", "192 of 192 tokens") in told(harness, "again")
 
 
 def test_a_restore_says_what_is_wanted_and_how_long_fetching_may_take() -> None:

@@ -72,7 +72,7 @@ def test_a_decode_step_says_what_each_stage_took_for_its_rows() -> None:
     pipeline = make_pipeline()
     forward(pipeline, make_batch(decode_row(1), decode_row(2)))
 
-    assert pipeline.observe(make_result(1, 2)) == StepTiming(2, (0.02, 0.01), is_solo=False)
+    assert pipeline.observe(make_result(1, 2)) == StepTiming(2, (0.02, 0.01), is_solo=False, num_rows=2)
 
 
 def test_a_prefill_chunk_counts_with_all_its_tokens() -> None:
@@ -99,7 +99,7 @@ def test_a_solo_step_is_told_from_others() -> None:
     pipeline = make_pipeline()
     forward(pipeline, make_batch(decode_row(), is_solo=True))
 
-    assert pipeline.observe(make_result(1)) == StepTiming(1, (0.02, 0.01), is_solo=True)
+    assert pipeline.observe(make_result(1)) == StepTiming(1, (0.02, 0.01), is_solo=True, num_rows=1)
 
 
 def test_each_step_of_a_burst_is_timed_with_the_rows_it_still_had() -> None:

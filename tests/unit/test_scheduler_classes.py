@@ -117,7 +117,7 @@ class TestPreemption:
         low = scheduler.get(SequenceId(2))
         scheduler.submit(make_sequence(3, qos=LATENCY), 1.0)
         assert run_step(scheduler, 1.0) == [1, 3]
-        assert scheduler.take_ended() == [EndedSequence(RunId(2), SlotId(1))]
+        assert scheduler.take_ended() == [EndedSequence(RunId(2), SlotId(1), will_resume=True)]
         assert low is not None
         assert (low.state, low.num_preemptions, low.output_token_ids) == (SequenceState.WAITING, 1, [TOKEN_ID])
         assert [(one.what, one.detail) for one in low.events][-1] == ("preempted", "by a request of class latency")

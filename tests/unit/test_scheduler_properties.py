@@ -111,6 +111,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         with_blocks(sequence, num_stored)
         sequence.kv_reuse = kv_reuse
+        if kv_reuse is not KVReuse.NONE and key % 3:
+            sequence.trail_id = b"trail" + bytes([key % 256, key // 256])
         sequence.deadline_at = None if deadline_s is None else self.now + deadline_s
         try:
             self.scheduler.submit(sequence, self.now)
@@ -153,10 +155,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert sequence.slot == restore.slot
         assert restore.block_hashes == sequence.block_hashes[: len(restore.block_hashes)]
         left = len(sequence.prompt_token_ids) - BLOCK_TOKENS * len(restore.block_hashes)
-        assert left >= MIN_PREFILL_TOKENS
-        assert restore.is_exact_only == (sequence.kv_reuse is KVReuse.EXACT)
+        goes_on = bool(sequence.trail_id and sequence.output_token_ids)
+        assert restore.num_tokens == (sequence.num_resumable if goes_on else 0)
+        assert (restore.trail_id == sequence.trail_id) if goes_on else (restore.trail_id == b"")
+        assert left >= (0 if goes_on else MIN_PREFILL_TOKENS)
+        assert restore.is_exact_only == (goes_on or sequence.kv_reuse is KVReuse.EXACT)
         assert sequence.kv_reuse is not KVReuse.NONE
-        assert self.limits.keeps_blocks
+        assert self.limits.keeps_blocks or goes_on
         assert restore.timeout_s > 0
 
     @precondition(lambda self: self.restoring)
@@ -164,16 +169,24 @@ class SchedulerMachine(RuleBasedStateMachine):
     def answer_restore(self, choice: int, fewer: int, exaggerates: bool) -> None:
         """Stages answer in any order, maybe with less than they hold; too late, or not at all, for a run that is over."""
         restore, held = self.restoring.pop(choice % len(self.restoring))
-        num_blocks = max(held.num_blocks - fewer, 0)
+        num_blocks, num_tokens = max(held.num_blocks - fewer, 0), held.num_tokens - 5 * fewer
         if exaggerates and held.num_blocks == len(restore.block_hashes):
             num_blocks = held.num_blocks + 7
+            num_tokens = held.num_tokens + 500 if held.num_tokens == restore.num_tokens else held.num_tokens
         is_alive = self.stages.owners.get(restore.slot) == restore.run_id
         if is_alive or exaggerates:
-            self.scheduler.restored(restore.run_id, replace(held, num_blocks=num_blocks), self.now)
+            told = replace(held, num_blocks=num_blocks, num_tokens=num_tokens)
+            self.scheduler.restored(restore.run_id, told, self.now)
         if is_alive:
             sequence = self.find(restore.run_id)
             assert not sequence.is_restoring
-            assert sequence.num_restored == BLOCK_TOKENS * min(num_blocks, len(restore.block_hashes))
+            num_prompt, num_known = len(sequence.prompt_token_ids), min(num_tokens, sequence.num_resumable)
+            if num_known >= num_prompt:
+                assert sequence.state is SequenceState.DECODE
+                assert sequence.num_restored == num_known
+            else:
+                most = min(num_blocks, len(restore.block_hashes), len(sequence.restorable_blocks))
+                assert sequence.num_restored == BLOCK_TOKENS * most
 
     @rule(every=st.integers(1, 4))
     def lose_blocks(self, every: int) -> None:
@@ -330,7 +343,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = Scheduler(self.limits, self.ledger)
         self.running.clear()
         self.restoring.clear()
-        self.stages, self.last_batch = ModelStages(), None
+        self.stages, self.last_batch = ModelStages(trails=self.stages.trails), None
         for sequence in taken:
             self.resubmit(sequence)
 

@@ -118,7 +118,7 @@ def test_a_restored_run_is_computed_from_behind_its_blocks_to_the_end() -> None:
     assert row.token_ids == sequence.prompt_token_ids[128:]
     assert sequence.restored == RestoredPrefix(2, 1, "int8", is_exact=False)
     assert not sequence.is_kv_exact
-    assert sequence.events[-1].detail == "2 of 2 blocks, 1 of them from Redis"
+    assert sequence.events[-1].detail == "128 of 128 tokens, 1 of its blocks from Redis"
 
 
 def test_only_the_first_row_of_a_restored_run_starts_it() -> None:
@@ -338,7 +338,7 @@ def test_a_higher_class_takes_the_slot_of_a_run_that_awaits_blocks_which_asks_ag
 
     batch = next_batch(scheduler, 1.0)
     assert sequences_in(scheduler, batch) == [2]
-    assert scheduler.take_ended() == [EndedSequence(RUN, first.slot)]
+    assert scheduler.take_ended() == [EndedSequence(RUN, first.slot, will_resume=True)]
     scheduler.restored(RUN, RestoredPrefix(2), 1.0)
     assert sequence.state is SequenceState.WAITING
     scheduler.commit(batch.step, sampled_ids(batch), 0, 1.0)

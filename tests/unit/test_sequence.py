@@ -46,7 +46,7 @@ def test_an_illegal_transition_tells_the_story_of_the_sequence() -> None:
 def test_what_an_earlier_run_restored_is_nothing_to_a_later_one() -> None:
     sequence = with_blocks(make_sequence(num_prompt=200))
     sequence.begin_run(RunId(1), SlotId(0), 0.0)
-    sequence.begin_restore(2, 0.0)
+    sequence.begin_restore(2, 128, 0.0)
     sequence.end_restore(RestoredPrefix(2, is_exact=False), 0.0)
     sequence.stop_run(1.0)
 
