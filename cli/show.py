@@ -109,7 +109,7 @@ COLUMNS = (
     Column("pipeline", lambda device: device.pipeline_id or "-", is_needed=lambda fleet: len(_pipeline_ids(fleet)) > 1),
     Column("device", lambda device: device.worker_id),
     Column("kind", lambda device: device.kind, rank=4),
-    Column("state", lambda device: device.state),
+    Column("state", lambda device: device.state + ", cordoned" * device.is_cordoned),
     Column("layers", lambda device: str(device.layers or "-"), is_number=True),
     Column(
         "memory",

@@ -19,6 +19,7 @@ from orchestrator.server import decoded
 from orchestrator.warming import KVPrompt, Warmer
 from shoal import rpc
 from shoal.kv import BLOCK_TOKENS
+from shoal.types import WorkerId
 from shoal.v1 import admin_pb2, admin_pb2_grpc
 
 
@@ -50,6 +51,29 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.ExplainRequest, context: Any
     ) -> admin_pb2.ExplainResponse:
         return self._engine.stories.find(request.request_id).to_proto()
+
+    @rpc.unary
+    async def Drain(  # noqa: N802
+        self, request: admin_pb2.DrainRequest, context: Any
+    ) -> admin_pb2.DrainResponse:
+        drained = await self._control.relief.drain(WorkerId(request.worker_id))
+        return admin_pb2.DrainResponse(
+            moved=drained.moved.text, num_sequences=drained.moved.num_sequences, took_s=drained.took_s
+        )
+
+    @rpc.unary
+    async def Cordon(  # noqa: N802
+        self, request: admin_pb2.CordonRequest, context: Any
+    ) -> admin_pb2.CordonResponse:
+        self._control.relief.cordon(WorkerId(request.worker_id), request.is_cordoned)
+        return admin_pb2.CordonResponse()
+
+    @rpc.unary
+    async def GetPlan(  # noqa: N802
+        self, request: admin_pb2.GetPlanRequest, context: Any
+    ) -> admin_pb2.GetPlanResponse:
+        devices, status = self._control.measuring.planned_devices(), self._control.status()
+        return admin_pb2.GetPlanResponse(devices=devices, pipelines=status.pipelines)
 
     @rpc.unary
     async def Warm(  # noqa: N802

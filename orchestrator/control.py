@@ -8,22 +8,25 @@ others.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from importlib.metadata import version
 
 from modelstore.manifest import Manifest
 from orchestrator.bringup import Bringup
-from orchestrator.core.fleet import Fleet, Member, WorkerState
+from orchestrator.core.fleet import Fleet, WorkerState
 from orchestrator.core.placement import Placement, Worker
 from orchestrator.engine import Engine
 from orchestrator.flow import FlowHub
+from orchestrator.measuring import Measuring
 from orchestrator.monitors import Monitors
+from orchestrator.moving import Mover
+from orchestrator.placing import Placing, Situation
 from orchestrator.planner import Planner
-from orchestrator.status import device_status, pipeline_statuses
-from orchestrator.worker_session import WorkerSession
+from orchestrator.relief import Relief
+from orchestrator.serving import Serving
+from orchestrator.status import fleet_status, waiting_for
+from orchestrator.worker_session import WorkerSession, held_of
 from shoal import messages
 from shoal.config import OrchestratorConfig
 from shoal.errors import ConfigError, NotReady, PlacementImpossible, ShardDoesNotFit, ShoalError, WorkerLost
@@ -35,8 +38,6 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.25
 # A longer pause between two looks is our own stall, not the devices'.
 STALL_S = 1.0
-# A request that comes while no pipeline is up, but one is being built, waits for it this long.
-SERVING_TIMEOUT_S = 15.0
 # A killed device breaks its links and its Attach stream within milliseconds, in any order.
 LINK_GRACE_S = 0.05
 # Between two tries of a placement that failed for a reason that may pass.
@@ -62,12 +63,17 @@ class Control:
         self._manifest = manifest
         self._hub = hub
         self._engine = engine
-        self._set_serving = set_serving
         self._planner = Planner(config, manifest)
         self._fleet = Fleet(lease_s=config.lease_s)
         self._sessions: dict[WorkerId, WorkerSession] = {}
         self._monitors = Monitors(self._fleet, engine)
+        self.measuring = Measuring(manifest, self._is_unplaced, config.expect_workers)
         self._bringup = Bringup(config, manifest, self._fleet, self._sessions, hub, engine)
+        self._mover = Mover(
+            self._usable, self._put_in_force, self._fleet, self._bringup, engine, self._planner, self.measuring.figures
+        )
+        self._placing = Placing(self._planner, self.measuring, self._monitors, manifest.config.num_layers)
+        self.relief = Relief(self._fleet, self._mover, self._leave, self._want_placement)
         self._unlinked: set[WorkerId] = set()
         self._refused: set[WorkerId] = set()
         self._has_placed = False
@@ -75,13 +81,12 @@ class Control:
         self._retry_at = 0.0
         self._trouble = ""
         self._started_at = time.monotonic()
-        self._serving = asyncio.Event()
-        self._serving_shown = False
+        self._serving = Serving(set_serving, self._is_building, self._waiting_for)
+        self.wait_serving = self._serving.wait
         self._is_stopping = False
 
     async def watch(self) -> None:
         """Tick and report health until cancelled."""
-        await self._set_serving(False)
         looked_at = time.monotonic()
         while True:
             now = time.monotonic()
@@ -90,9 +95,7 @@ class Control:
                 self._fleet.extend_leases(now - looked_at)
             looked_at = now
             self.tick(now)
-            if self._serving_shown != self._serving.is_set():
-                self._serving_shown = self._serving.is_set()
-                await self._set_serving(self._serving_shown)
+            await self._serving.show()
             await asyncio.sleep(TICK_S)
 
     def tick(self, now: float) -> None:
@@ -101,28 +104,25 @@ class Control:
             self._lost(worker_id, f"no heartbeat for {self._config.lease_s} s")
         self._expire_loading(now)
         self._monitors.tick(now)
+        lanes = (self._engine.lane(pipeline_id) for pipeline_id in self._engine.pipelines)
+        self.measuring.tick([lane for lane in lanes if lane is not None], now)
         self._release_leaving()
+        self._wants_placement |= self._placing.is_review_due(now)
         self._consider_placement()
+        if self._is_building():
+            self._engine.hold_parked()
 
     def stop(self) -> None:
         """End every answer and every Attach stream; workers then wait for the next orchestrator."""
         self._is_stopping = True
+        self.relief.stop()
+        self._mover.stop()
+        error = NotReady("this orchestrator has shut down; ask again when it is back", retry_after_s=5.0)
         for placement in self._fleet.placements:
-            error = NotReady("this orchestrator has shut down; ask again when it is back", retry_after_s=5.0)
-            self._end(placement.pipeline_id, error)
+            self._end(placement.pipeline_id, error, is_final=True)
         for session in self._sessions.values():
             session.close()
 
-    async def wait_serving(self) -> None:
-        """Return when a pipeline takes requests; waits while one is being built. Raises NotReady if none will soon."""
-        deadline = time.monotonic() + SERVING_TIMEOUT_S
-        while not self._serving.is_set() and self._is_building and time.monotonic() < deadline:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._serving.wait(), TICK_S)
-        if not self._serving.is_set():
-            raise NotReady(f"not serving: {self._waiting_for()}", retry_after_s=1.0)
-
-    @property
     def _is_building(self) -> bool:
         """Whether a pipeline that takes requests is likely soon: stages load or drain, or are about to be placed."""
         states = {one.state for one in self._fleet.members()}
@@ -134,7 +134,8 @@ class Control:
 
     def _usable(self) -> tuple[Worker, ...]:
         """Those that layers may be given to, in the order of their names: a restarted fleet finds its blobs again."""
-        unusable = self._refused | self._unlinked
+        silent = self._monitors.unfit(time.monotonic())
+        unusable = self._refused | self._unlinked | self.relief.relieving | silent
         usable = (one for one in self._fleet.placeable() if one[0] not in unusable)
         return tuple(sorted(usable, key=lambda one: one[0]))
 
@@ -157,6 +158,7 @@ class Control:
         profile = messages.profile_from_proto(hello.profile)
         self._fleet.attach(session.worker_id, hello.incarnation, profile, time.monotonic())
         self._monitors.add(session.worker_id, profile)
+        self.measuring.take_in(session, profile)
         return session
 
     def joined(self, worker_id: WorkerId) -> None:
@@ -165,6 +167,7 @@ class Control:
         logger.info("worker_joined worker=%s members=%d", worker_id, len(self._fleet.members()))
         self._wants_placement = True
         self._retry_at = 0.0
+        self.measuring.linked(worker_id, time.monotonic())
         self._consider_placement()
 
     def left(self, session: WorkerSession) -> None:
@@ -182,12 +185,15 @@ class Control:
             case "shard_loaded":
                 loaded = request.shard_loaded
                 session.execution_provider = loaded.execution_provider
+                session.loaded(loaded.pipeline_id, loaded.epoch)
                 pipeline_id = PipelineId(loaded.pipeline_id)
+                self._mover.loaded(worker_id, pipeline_id, loaded.epoch)
                 if self._fleet.shard_loaded(worker_id, incarnation, pipeline_id, loaded.epoch):
                     self._bringup.open_links(pipeline_id, loaded.epoch)
             case "shard_failed":
                 failed = request.shard_failed
                 pipeline_id = PipelineId(failed.pipeline_id)
+                self._mover.failed(worker_id, pipeline_id, failed.epoch)
                 if self._fleet.shard_failed(worker_id, incarnation, pipeline_id, failed.epoch):
                     self._shard_failed(worker_id, failed)
             case "links_opened":
@@ -195,37 +201,58 @@ class Control:
             case "link_failed":
                 self._link_failed(worker_id, request.link_failed)
             case "leaving":
-                self._leave(worker_id, incarnation)
+                self.relief.leave(worker_id, incarnation)
+            case "measured" | "links_probed":
+                if self.measuring.on_event(session, request, time.monotonic()):
+                    self._consider_placement()
             case event:
                 logger.warning("unknown_event worker=%s event=%s", worker_id, event)
 
     def _heartbeat(self, session: WorkerSession, heartbeat: fleet_pb2.Heartbeat) -> None:
         telemetry, now = messages.telemetry_from_proto(heartbeat.telemetry), time.monotonic()
         if self._fleet.heartbeat(session.worker_id, session.hello.incarnation, telemetry, now):
-            self._monitors.observe(session.worker_id, telemetry, now)
+            self._wants_placement |= self._monitors.observe(session.worker_id, telemetry, now)
+            if stuck_s := self._monitors.stuck_s(session.worker_id):
+                self._fleet.detach(session.worker_id, session.hello.incarnation)
+                self._lost(session.worker_id, f"it has been at one step for {stuck_s:.0f} s")
         else:
             session.close()
 
     # Placement
 
-    def _consider_placement(self) -> None:
-        """Place if it is wanted, and only what does not disturb anybody's answer."""
-        if not self._wants_placement or time.monotonic() < self._retry_at:
+    def _consider_placement(self, *, keeps_all: bool = False) -> None:
+        """Place if it is wanted, and only what does not disturb anybody's answer, nor (keeps_all) any pipeline at all."""
+        now, in_force = time.monotonic(), self._fleet.placements
+        if not self._wants_placement or now < self._retry_at or (in_force and self._mover.is_moving):
             return
         workers = self._usable()
+        if reunited := self._reunited(workers):
+            self._put_in_force((*in_force, *reunited))
+            return
         if not workers or (not self._has_placed and len(workers) < self._config.expect_workers):
             return
-        in_force = self._fleet.placements
+        if self.measuring.awaits(workers, now):
+            return
+        busy = frozenset(one.pipeline_id for one in in_force if keeps_all or self._is_busy(one.pipeline_id))
+        known = tuple((one.worker_id, one.profile) for one in self._fleet.members())
         try:
-            plan = self._planner.plan(workers, in_force)
+            choice = self._placing.choose(Situation(workers, known, in_force, busy), now)
         except (PlacementImpossible, ConfigError) as error:
             self._cannot_place(error)
             return
-        busy = {placement.pipeline_id for placement in in_force if self._is_busy(placement.pipeline_id)}
-        chosen = plan.choose(busy)
-        self._wants_placement = chosen != plan.best
-        if chosen != in_force:
-            self._put_in_force(chosen)
+        self._wants_placement = not choice.is_settled
+        if choice.change is not None and choice.change.arrivals and not choice.change.ended:
+            self._mover.begin(choice.change)
+        elif choice.change is not None:
+            self._put_in_force(choice.change.placements)
+
+    def _reunited(self, workers: tuple[Worker, ...]) -> tuple[Placement, ...]:
+        """Pipelines that devices in no placement hold all stages of: theirs of before a restart, or a loss that passed."""
+        modes = {worker_id: profile.mode for worker_id, profile in workers if self._is_unplaced(worker_id)}
+        held = (held_of(self._sessions[worker_id], self._manifest.digest) for worker_id in modes)
+        taken = {placement.pipeline_id for placement in self._fleet.placements}
+        reunited = self._planner.reunite([one for one in held if one is not None], modes)
+        return tuple(one for one in reunited if one.pipeline_id not in taken)
 
     def _cannot_place(self, error: ShoalError) -> None:
         """Keep what serves, if anything does; else say what is missing until somebody joins."""
@@ -233,19 +260,21 @@ class Control:
         if not self._engine.pipelines:
             if self._trouble != error.message:
                 logger.error("placement_impossible message=%s", error.message)
-            self._trouble = error.message
+            self._trouble = self._engine.parked_trouble = error.message
 
     def _put_in_force(self, placements: tuple[Placement, ...]) -> None:
         """End the pipelines that are not among these placements, and have those brought up that are new."""
         self._has_placed = True
-        self._trouble = ""
+        self._trouble = self._engine.parked_trouble = ""
         for placement in self._fleet.placements:
             if placement not in placements:
                 error = NotReady("the layers are being placed anew; try again in a moment", retry_after_s=1.0)
                 self._end(placement.pipeline_id, error)
+        now = time.monotonic()
+        self._placing.changed(now)
         for placed in self._fleet.assign(placements):
-            self._bringup.load(placed, time.monotonic())
-        self._bringup.unload_others()
+            self._bringup.load(placed, now)
+        self._bringup.unload_others(self._mover.loading)
 
     def _expire_loading(self, now: float) -> None:
         """Do without devices that were told to load long ago and neither did nor said why not."""
@@ -268,15 +297,18 @@ class Control:
 
     def _note_serving(self) -> None:
         """Requests are taken while a pipeline is up that no worker is leaving."""
-        up = (pipeline_id for pipeline_id in self._engine.pipelines if self._fleet.is_ready(pipeline_id))
-        if any(up):
-            self._serving.set()
-        else:
-            self._serving.clear()
+        self._serving.note(any(self._fleet.is_ready(pipeline_id) for pipeline_id in self._engine.pipelines))
+        self._mover.changed()
+
+    def _is_unplaced(self, worker_id: WorkerId) -> bool:
+        return self._pipeline_of(worker_id) is None
 
     def _is_busy(self, pipeline_id: PipelineId) -> bool:
         lane = self._engine.lane(pipeline_id)
-        return lane is not None and lane.scheduler.num_running + lane.scheduler.num_waiting > 0
+        if lane is None:
+            # It is on its way up, and somebody may wait for it.
+            return self._engine.num_parked > 0
+        return lane.scheduler.num_running + lane.scheduler.num_waiting > 0
 
     def _is_stage(self, worker_id: WorkerId, pipeline_id: PipelineId, epoch: int) -> bool:
         """Whether a worker may speak for a pipeline: it is one of its stages, and the placement is in force."""
@@ -296,8 +328,11 @@ class Control:
         if session is not None:
             session.close()
 
+    def _want_placement(self) -> None:
+        self._wants_placement = True
+
     def _leave(self, worker_id: WorkerId, incarnation: int) -> None:
-        """Take no more requests where a worker wants to go, until its layers are elsewhere; others may do that at once."""
+        """Let a worker go: at once if it holds nothing, else when the answers that need it have ended; no others come."""
         pipeline_id = self._pipeline_of(worker_id)
         if self._fleet.leave(worker_id, incarnation) and pipeline_id is not None:
             self._engine.set_accepting(pipeline_id, False)
@@ -310,7 +345,7 @@ class Control:
 
         def end() -> None:
             if self._is_stage(worker_id, PipelineId(failed.pipeline_id), failed.epoch):
-                self._pipeline_lost(worker_id, failed.message)
+                self._pipeline_lost(worker_id, failed.message, is_gone=False)
 
         asyncio.get_running_loop().call_later(LINK_GRACE_S, end)
 
@@ -333,23 +368,55 @@ class Control:
             logger.warning("worker_lost worker=%s message=%s", worker_id, message)
         self._pipeline_lost(worker_id, message)
         self._monitors.remove(worker_id)
+        self._mover.changed()
+        self.measuring.remove(worker_id)
 
-    def _pipeline_lost(self, worker_id: WorkerId, message: str) -> None:
-        """A worker cannot go on: if it is a stage of a pipeline, end that one and place what is left of it anew."""
+    def _pipeline_lost(self, worker_id: WorkerId, message: str, *, is_gone: bool = True) -> None:
+        """A worker cannot go on: if it is a stage of a pipeline, have another device take its place, if there is one.
+
+        The answers wait for that, with what the other stages hold of them; else all layers are placed anew. is_gone: the
+        worker is not to be used any more; False: only its link to the next one broke, so both stay where they are.
+        """
         pipeline_id = self._pipeline_of(worker_id)
         if pipeline_id is None:
             return
+        placement = next(one for one in self._fleet.placements if one.pipeline_id == pipeline_id)
+        layers = next(stage.layers for stage in placement.stages if stage.worker_id == worker_id)
         if not self._is_stopping:
             logger.warning("pipeline_lost pipeline=%s worker=%s message=%s", pipeline_id, worker_id, message)
-        lost = f"device {worker_id} was lost while it computed this answer ({message}); ask again"
+        if is_gone:
+            self._unlinked.add(worker_id)
+        lost = f"device {worker_id} was lost while it computed this answer ({message}); nobody has layers {layers} now"
         self._end(pipeline_id, WorkerLost(lost, retry_after_s=1.0))
         self._trouble = f"{worker_id} was lost ({message})"
         self._wants_placement = True
+        if not self._is_stopping:
+            self._repair(placement, worker_id, is_gone=is_gone)
 
-    def _end(self, pipeline_id: PipelineId, error: ShoalError) -> None:
-        """Take a pipeline out of force; its answers go on elsewhere, or end with the error."""
+    def _repair(self, placement: Placement, worker_id: WorkerId, *, is_gone: bool) -> None:
+        """Put a placement in force again, another device in the place of one that is gone; or place all anew."""
+        others = self._fleet.placements
+        holders = {one for other in (*others, placement) for one in other.worker_ids}
+        left = set(placement.worker_ids) - ({worker_id} if is_gone else set())
+        # A cordoned one keeps what it has.
+        are_there = all(self._fleet.get(one) is not None and one not in self._unlinked for one in left)
+        repaired = None
+        if are_there and time.monotonic() >= self._retry_at:
+            free = tuple(worker for worker in self._usable() if worker[0] not in holders)
+            figures = self.measuring.figures()
+            repaired = self._planner.repair(placement, worker_id, free, figures) if is_gone else placement
+        if repaired is None:
+            self._consider_placement(keeps_all=True)
+            return
+        # Should it break again at once, others come first.
+        self._retry_at = time.monotonic() + (0.0 if is_gone else RETRY_S)
+        logger.info("repaired pipeline=%s workers=%s", placement.pipeline_id, ",".join(repaired.worker_ids))
+        self._put_in_force((*others, repaired))
+
+    def _end(self, pipeline_id: PipelineId, error: ShoalError, *, is_final: bool = False) -> None:
+        """Take a pipeline out of force; its answers wait for another one, unless there will be none."""
         self._fleet.drop(pipeline_id)
-        self._bringup.end(pipeline_id, error)
+        self._bringup.end(pipeline_id, error, is_final=is_final)
         self._note_serving()
 
     def _shard_failed(self, worker_id: WorkerId, failed: fleet_pb2.ShardFailed) -> None:
@@ -366,30 +433,14 @@ class Control:
     # Status
 
     def _waiting_for(self) -> str:
-        members = len(self._fleet.members())
-        if self._trouble:
-            return self._trouble
-        if not self._has_placed and members < self._config.expect_workers:
-            return f"{members} of {self._config.expect_workers} devices have joined"
-        if not members:
-            return "no device has joined: start one with `shoal worker --join HOST:PORT`"
-        loading = [one.worker_id for one in self._fleet.members() if one.state is not WorkerState.READY]
-        return f"{', '.join(loading)} to load" if loading else "links between the devices"
+        num_expected = 0 if self._has_placed else self._config.expect_workers
+        return self._trouble or waiting_for(self._fleet.members(), num_expected)
 
     def status(self) -> admin_pb2.GetStatusResponse:
         """All that `shoal status` shows."""
-        is_ready = bool(self._engine.pipelines)
-        return admin_pb2.GetStatusResponse(
-            version=version("shoal"),
+        return fleet_status(
+            self._fleet, self._engine, self._sessions, self._monitors, self.relief.relieving,
             model=self._manifest.name,
-            ready=is_ready,
-            waiting_for="" if is_ready else self._waiting_for(),
-            devices=[self._device(one) for one in sorted(self._fleet.members(), key=lambda one: one.worker_id)],
-            pipelines=pipeline_statuses(self._fleet, self._engine),
-            num_running=self._engine.num_running,
-            num_waiting=self._engine.num_waiting,
+            trouble="" if self._engine.pipelines else self._waiting_for(),
             uptime_s=time.monotonic() - self._started_at,
-        )
-
-    def _device(self, member: Member) -> admin_pb2.DeviceStatus:
-        return device_status(member, self._sessions[member.worker_id], self._monitors[member.worker_id], self._engine)
+        )  # fmt: skip

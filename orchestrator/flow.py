@@ -11,11 +11,10 @@ import contextlib
 import hmac
 import logging
 import secrets
-import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any, Protocol
 
-from shoal import rpc
+from shoal import rpc, sockets
 from shoal.codec import MAX_HELLO_BYTES, FrameBuffer, pack_frame
 from shoal.errors import ConnectionFailed, InvalidRequest, ProtocolMismatch, ShoalError
 from shoal.types import PROTOCOL_VERSION, PipelineId, WorkerId
@@ -97,7 +96,13 @@ class FlowHub(flow_pb2_grpc.FlowServiceServicer):
             uplink.send(frame)
 
     def receive(self, worker_id: WorkerId, frame: flow_pb2.Frame) -> None:
-        """Take a frame from a worker's uplink: ours, or to be relayed. Only stages may speak, and each for itself."""
+        """Take a frame from a worker's uplink: ours, or to be relayed. Only stages may speak, and each for itself.
+
+        Anybody may ask how far we are.
+        """
+        if frame.HasField("echo"):
+            self.send(worker_id, flow_pb2.Frame(echo=flow_pb2.Echo(sent_ns=frame.echo.sent_ns, is_reply=True)))
+            return
         stages = self.routes.get(PipelineId(frame.pipeline_id), ())
         if not _may_send(worker_id, frame, stages):
             logger.warning(
@@ -202,7 +207,7 @@ class _SocketUplink(asyncio.Protocol):
         self._transport = transport
         self._open_sockets.add(self)
         asyncio.get_running_loop().call_later(HELLO_TIMEOUT_S, self._close_if_silent)
-        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sockets.tune(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
         try:

@@ -21,7 +21,8 @@ from shoal.errors import CorruptBlob, InvalidRequest, ProtocolMismatch
 from shoal.types import PROTOCOL_VERSION
 from shoal.v1 import fleet_pb2, fleet_pb2_grpc
 
-CHUNK_BYTES = 256 << 10
+# Small, so that a slow link is not filled: a call lets as much be on the way as its next message has.
+CHUNK_BYTES = 32 << 10
 UPLINK_TIMEOUT_S = 5.0
 MAX_ID_CHARS = 64
 # As in device profiles.

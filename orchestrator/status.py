@@ -6,14 +6,66 @@ Reads fleet, sessions, thermal monitors and the engine; changes nothing. Called 
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Mapping, Sequence
+from importlib.metadata import version
 
-from orchestrator.core.fleet import Fleet, Member
+from orchestrator.core.fleet import Fleet, Member, WorkerState
 from orchestrator.core.thermal import ThermalMonitor
 from orchestrator.engine import Engine
 from orchestrator.lane import Lane
+from orchestrator.monitors import Monitors
 from orchestrator.worker_session import WorkerSession
 from shoal import messages
+from shoal.types import WorkerId
 from shoal.v1 import admin_pb2
+
+# In place of its state: it has missed heartbeats.
+SUSPECT = "suspect"
+
+
+def waiting_for(members: Sequence[Member], num_expected: int) -> str:
+    """What keeps a fleet from serving, if nothing went wrong. num_expected: devices without which none is given layers."""
+    if len(members) < num_expected:
+        return f"{len(members)} of {num_expected} devices have joined"
+    if not members:
+        return "no device has joined: start one with `shoal worker --join HOST:PORT`"
+    loading = [one.worker_id for one in members if one.state is not WorkerState.READY]
+    return f"{', '.join(loading)} to load" if loading else "links between the devices"
+
+
+def fleet_status(
+    fleet: Fleet,
+    engine: Engine,
+    sessions: Mapping[WorkerId, WorkerSession],
+    monitors: Monitors,
+    relieving: Collection[WorkerId],
+    *,
+    model: str,
+    trouble: str,
+    uptime_s: float,
+) -> admin_pb2.GetStatusResponse:
+    """The whole of it. relieving: those whose layers are being moved elsewhere. trouble: why no pipeline is up."""
+    now = time.monotonic()
+
+    def state(member: Member) -> str:
+        if fleet.is_suspect(member.worker_id, now):
+            return SUSPECT
+        return (WorkerState.DRAINING if member.worker_id in relieving else member.state).value
+
+    members = sorted(fleet.members(), key=lambda one: one.worker_id)
+    return admin_pb2.GetStatusResponse(
+        version=version("shoal"),
+        model=model,
+        ready=bool(engine.pipelines),
+        waiting_for=trouble,
+        devices=[
+            device_status(one, state(one), sessions[one.worker_id], monitors[one.worker_id], engine) for one in members
+        ],
+        pipelines=pipeline_statuses(fleet, engine),
+        num_running=engine.num_running,
+        num_waiting=engine.num_waiting,
+        uptime_s=uptime_s,
+    )
 
 
 def pipeline_statuses(fleet: Fleet, engine: Engine) -> list[admin_pb2.PipelineStatus]:
@@ -48,7 +100,7 @@ def _pipeline_status(lane: Lane, now: float) -> admin_pb2.PipelineStatus:
 
 
 def device_status(
-    member: Member, session: WorkerSession, monitor: ThermalMonitor, engine: Engine
+    member: Member, state: str, session: WorkerSession, monitor: ThermalMonitor, engine: Engine
 ) -> admin_pb2.DeviceStatus:
     """A worker: what it said of itself, what it holds, how it does, and how much its device is spared."""
     pace = monitor.pace()
@@ -56,7 +108,7 @@ def device_status(
         worker_id=member.worker_id,
         profile=session.hello.profile,
         runtime=session.hello.runtime,
-        state=member.state.value,
+        state=state,
         pipeline_id=member.pipeline_id or "",
         layers=messages.layers_to_proto(member.layers),
         telemetry=messages.telemetry_to_proto(member.telemetry),
@@ -67,6 +119,7 @@ def device_status(
         thermal_cause=monitor.cause,
         max_batch=pace.max_batch,
         steps_per_s=pace.steps_per_s,
+        is_cordoned=member.is_cordoned,
     )
 
 

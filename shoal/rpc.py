@@ -38,27 +38,49 @@ MAX_MESSAGE_BYTES: Final = 64 * 2**20
 # Statuses travel in headers, which gRPC cuts off at 8 KiB; the message is in there twice and percent-encoded once.
 MAX_ERROR_CHARS: Final = 1000
 
-# ping_timeout finds a frozen peer, whose kernel still acknowledges and so satisfies keepalive_timeout.
+# Pings are answered by threads of gRPC, however long Python or a step takes: who is slow is not lost. ping_timeout finds a
+# frozen peer, whose kernel still acknowledges and so satisfies keepalive_timeout.
 _COMMON_OPTIONS: Final = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 1000),
-    ("grpc.keepalive_timeout_ms", 500),
-    ("grpc.http2.ping_timeout_ms", 1000),
-    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.keepalive_time_ms", 400),
     ("grpc.http2.max_pings_without_data", 0),
 )
-CHANNEL_OPTIONS: Final = (
+_PATIENT_OPTIONS: Final = (
     *_COMMON_OPTIONS,
+    ("grpc.keepalive_timeout_ms", 800),
+    ("grpc.http2.ping_timeout_ms", 900),
+)
+_DIALLING_OPTIONS: Final = (
+    ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 500),
     # A fleet lives in one network: a proxy for the web, set in the environment, is never meant for it.
     ("grpc.enable_http_proxy", 0),
 )
+CHANNEL_OPTIONS: Final = (*_PATIENT_OPTIONS, *_DIALLING_OPTIONS)
+# Between the processes of a fleet: who dialled leaves a second between two pings, whatever it is told, so it waits less for
+# the answer. Either side misses the other within 1.5 s.
+FLEET_OPTIONS: Final = (
+    *_COMMON_OPTIONS,
+    ("grpc.keepalive_timeout_ms", 500),
+    ("grpc.http2.ping_timeout_ms", 500),
+    *_DIALLING_OPTIONS,
+)
+# For weights, over a connection of their own: with the window that a call begins with, no more of them is on the way than a
+# link of 1 Mbit/s carries in half a second. Else they fill the queues of a slow link, pings wait behind them, and the device
+# is taken for lost.
+BULK_OPTIONS: Final = (
+    *_PATIENT_OPTIONS,
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+)
 # Without so_reuseport = 0 a second server on a port starts happily and takes half of the calls.
 SERVER_OPTIONS: Final = (
-    *_COMMON_OPTIONS,
+    *_PATIENT_OPTIONS,
+    ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 200),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.so_reuseport", 0),
@@ -130,6 +152,9 @@ def _error_from_code(code: grpc.StatusCode, details: str, address: str) -> Shoal
             )
         case grpc.StatusCode.CANCELLED:
             return RequestCancelled(f"the call to {address} was cancelled")
+        case grpc.StatusCode.INTERNAL if "from core" in details.lower():
+            # What grpc.aio makes of a connection that breaks while it writes.
+            return ConnectionFailed(_unavailable_message(details, address))
         case grpc.StatusCode.UNIMPLEMENTED:
             return ProtocolMismatch(
                 f"{address} does not know this call: it is no Shoal orchestrator, or one of another version ({details})"
@@ -198,7 +223,8 @@ def stream(
 
 async def _abort(context: Context, error: Exception, method: str) -> None:
     """End the call with the status of an error; always raises unless the client is gone."""
-    if context.cancelled():
+    # What grpc.aio raises where a connection breaks while a response is written.
+    if context.cancelled() or isinstance(error, grpc.aio.InternalError):
         logger.debug("call_ended_after_client_left method=%s", method, exc_info=error)
         return
     if not isinstance(error, ShoalError):

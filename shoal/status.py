@@ -19,7 +19,8 @@ class DeviceStatus:
     layers: None on standby, where pipeline_id is empty. mode: mixed, latency or throughput. decode_ms: median compute of
     a decode step, at first 0. thermal_state: nominal, moderate, hot or critical; thermal_cause: what brought it there.
     max_batch, steps_per_s: what it may do in that state (steps_per_s 0: no limit). host_kv_bytes, kv_policy: what it sets
-    apart for KV blocks, and how precisely it keeps them; telemetry.kv_tiers says what is there.
+    apart for KV blocks, and how precisely it keeps them; telemetry.kv_tiers says what is there. is_cordoned: it is given no
+    layers until an operator lets it.
     """
 
     worker_id: str
@@ -43,6 +44,7 @@ class DeviceStatus:
     steps_per_s: float
     host_kv_bytes: int = 0
     kv_policy: KVPolicy = KVPolicy.EXACT
+    is_cordoned: bool = False
 
     @property
     def used_bytes(self) -> int:
@@ -102,6 +104,23 @@ class FleetStatus:
         """Whether all pipelines serve that devices are a part of, and there is one."""
         serving = {pipeline.pipeline_id for pipeline in self.pipelines}
         return self.ready and all(one.pipeline_id in serving for one in self.devices if one.layers is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """What a drain did.
+
+    moved: where the device's layers are now, as in "layers [10, 20) to tablet-1"; empty: it held none. num_sequences:
+    answers that were computed or waited there.
+    """
+
+    moved: str
+    num_sequences: int
+    took_s: float
+
+
+def drained_from_proto(message: admin_pb2.DrainResponse) -> Drained:
+    return Drained(message.moved, message.num_sequences, message.took_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +184,7 @@ def _device(message: admin_pb2.DeviceStatus) -> DeviceStatus:
         steps_per_s=message.steps_per_s,
         host_kv_bytes=profile.host_kv_bytes,
         kv_policy=profile.kv_policy,
+        is_cordoned=message.is_cordoned,
     )
 
 

@@ -1,8 +1,8 @@
 """Who is a member of the fleet, who may be routed to, and which placements are in force, each a pipeline.
 
-Leases tell the living from the lost, incarnations a restarted worker from its ghost, epochs a placement in force from
-earlier ones. It neither talks to workers nor chooses placements: the control task feeds it what happened and asks it
-what holds now.
+Leases tell the living from the lost, and those who are only late, incarnations a restarted worker from its ghost, epochs a
+placement in force from earlier ones. It neither talks to workers nor chooses placements: the control task feeds it what
+happened and asks it what holds now.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ class WorkerState(Enum):
     """Of a worker, as far as routing is concerned.
 
     JOINING: attached, no heartbeat yet. STANDBY: holds no layers. LOADING: was told to load a shard. READY: holds it.
-    DRAINING: accepts no more and is about to leave. GONE: not a member.
+    DRAINING: accepts no more and is about to leave. GONE: not a member. Being late (`is_suspect`) and being cordoned are no
+    states: both come and go in any of these and leave what a worker holds as it is (ADR 19).
     """
 
     JOINING = "joining"
@@ -41,6 +42,8 @@ TRANSITIONS: dict[WorkerState, frozenset[WorkerState]] = {
     WorkerState.GONE: frozenset(),
 }
 PLACEABLE = frozenset(WorkerState) - _LEAVES
+# Of a lease: who has been silent for longer gets nothing new, and loses nothing yet.
+SUSPECT_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ class Member:
     """A worker as it is known now.
 
     lease_expires_at: it may be routed to until then. pipeline_id, stage, layers: in the placement in force; None if it is
-    in none.
+    in none. is_cordoned: an operator wants it to be given no layers.
     """
 
     worker_id: WorkerId
@@ -61,6 +64,7 @@ class Member:
     pipeline_id: PipelineId | None = None
     stage: int | None = None
     layers: LayerRange | None = None
+    is_cordoned: bool = False
 
     def story(self) -> str:
         return (
@@ -85,6 +89,7 @@ class Fleet:
     - a stage is held by at most one member, the one its placement names, with the placement's layers, and no member is in
       two placements;
     - epochs of placements in force differ, and none is above `epoch`;
+    - a member is cordoned exactly if its name is, which stays so while nobody has the name;
     - is_ready(a pipeline) exactly if its placement is in force and each of its stages is held by a READY member.
     """
 
@@ -92,11 +97,12 @@ class Fleet:
         self.lease_s = lease_s
         self._members: dict[WorkerId, Member] = {}
         self._placed: dict[PipelineId, Placed] = {}
+        self._cordoned: set[WorkerId] = set()
         self._epoch = 0
 
     @property
     def epoch(self) -> int:
-        """The highest that a placement has been given."""
+        """The highest that was given."""
         return self._epoch
 
     @property
@@ -124,8 +130,12 @@ class Fleet:
         return tuple(self._members.values())
 
     def placeable(self) -> tuple[tuple[WorkerId, DeviceProfile], ...]:
-        """The members that a placement may use: all that do not drain."""
-        return tuple((one.worker_id, one.profile) for one in self._members.values() if one.state in PLACEABLE)
+        """The members that a placement may use: all that neither drain nor are cordoned."""
+        return tuple(
+            (one.worker_id, one.profile)
+            for one in self._members.values()
+            if one.state in PLACEABLE and not one.is_cordoned
+        )
 
     def get(self, worker_id: WorkerId) -> Member | None:
         return self._members.get(worker_id)
@@ -138,8 +148,34 @@ class Fleet:
     def attach(self, worker_id: WorkerId, incarnation: int, profile: DeviceProfile, now: float) -> Member | None:
         """Take a worker in; returns the member of the same name that it replaces, which is fenced from now on."""
         ghost = self._members.pop(worker_id, None)
-        self._members[worker_id] = Member(worker_id, incarnation, profile, now, now + self.lease_s)
+        is_cordoned = worker_id in self._cordoned
+        self._members[worker_id] = Member(
+            worker_id, incarnation, profile, now, now + self.lease_s, is_cordoned=is_cordoned
+        )
         return ghost
+
+    def cordon(self, worker_id: WorkerId, is_cordoned: bool) -> bool:
+        """Have a member given no layers, or let it again; it keeps what it has. False for strangers.
+
+        It holds for the name: who attaches under it later is cordoned too.
+        """
+        member = self._members.get(worker_id)
+        if member is None and worker_id not in self._cordoned:
+            return False
+        (self._cordoned.add if is_cordoned else self._cordoned.discard)(worker_id)
+        if member is not None:
+            self._members[worker_id] = replace(member, is_cordoned=is_cordoned)
+        return True
+
+    @property
+    def cordoned(self) -> frozenset[WorkerId]:
+        """All names that are, of members and of others."""
+        return frozenset(self._cordoned)
+
+    def is_suspect(self, worker_id: WorkerId, now: float) -> bool:
+        """Whether a member has missed heartbeats: its lease runs on, but it may be lost already."""
+        member = self._members.get(worker_id)
+        return member is not None and member.lease_expires_at - now < self.lease_s * (1 - SUSPECT_SHARE)
 
     def heartbeat(self, worker_id: WorkerId, incarnation: int, telemetry: Telemetry, now: float) -> bool:
         """Renew a lease; False for strangers and ghosts, who have to attach (again)."""
@@ -177,6 +213,11 @@ class Fleet:
             self._move(worker_id, WorkerState.GONE)
         return member is not None
 
+    def new_epoch(self) -> int:
+        """Take an epoch that no placement has: of a shard that is loaded before its placement is in force."""
+        self._epoch += 1
+        return self._epoch
+
     def assign(self, placements: Iterable[Placement]) -> tuple[Placed, ...]:
         """Put exactly these placements in force and return those that were not: their workers are LOADING.
 
@@ -188,8 +229,7 @@ class Fleet:
         for placement in placements:
             placed = before.get(placement.pipeline_id)
             if placed is None or placed.placement != placement:
-                self._epoch += 1
-                placed = Placed(placement, self._epoch)
+                placed = Placed(placement, self.new_epoch())
                 begun.append(placed)
             self._placed[placement.pipeline_id] = placed
         for pipeline_id, placed in before.items():
@@ -272,6 +312,7 @@ class Fleet:
         for key, member in self._members.items():
             assert key == member.worker_id
             assert member.state is not WorkerState.GONE, member.story()
+            assert member.is_cordoned == (key in self._cordoned), member.story()
             if member.state in (WorkerState.LOADING, WorkerState.READY):
                 assert member.stage is not None, member.story()
             if member.state in (WorkerState.JOINING, WorkerState.STANDBY):

@@ -49,9 +49,9 @@ FAR = make_device(link=SLOW_LINK, is_emulated=True)
 FAR_HIDDEN = make_device(link=SLOW_LINK, is_emulated=True, allow_direct_links=False)
 FLEETS: dict[str, tuple[str, list[Any], dict[str, Any]]] = {
     "ring": ("socket", [DIRECT] * 2, {}),
-    "ring of three": ("socket", [DIRECT] * 3, {}),
+    "ring of three": ("socket", [DIRECT] * 3, {"split": "2,1,1"}),
     "hub": ("relay", [HIDDEN] * 2, {}),
-    "hub of three": ("relay", [HIDDEN] * 3, {}),
+    "hub of three": ("relay", [HIDDEN] * 3, {"split": "2,1,1"}),
     "hub for one hidden": ("relay", [HIDDEN, DIRECT], {}),
     "grpc": ("grpc", [DIRECT] * 2, {"use_sockets": False}),
     "grpc hub": ("relay", [HIDDEN] * 2, {"use_sockets": False}),

@@ -34,7 +34,7 @@ from shoal.types import PROTOCOL_VERSION, DeviceProfile
 from shoal.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tests.support.fleet import MODEL, LocalFleet, make_device, start_fleet
 from tests.support.shards import TinyModel, make_tokens
-from worker import agent
+from worker import agent, holding
 from worker.emulation import check_fits
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -326,7 +326,7 @@ async def test_a_shard_that_a_device_refuses_is_told_and_goes_to_another(
     def check(profile: DeviceProfile, need: int, what: str) -> None:
         check_fits(replace(profile, memory_bytes=1000) if what.startswith("w0") else profile, need, what)
 
-    monkeypatch.setattr(agent, "check_fits", check)
+    monkeypatch.setattr(holding, "check_fits", check)
     async with start_fleet(fleet_model.store.root, tmp_path) as mixed:
         mixed.add_worker("w0")
         status = await mixed.until(lambda status: "lacks" in status.waiting_for)

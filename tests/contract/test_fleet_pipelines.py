@@ -11,7 +11,7 @@ import pytest
 from orchestrator import bringup
 from shoal.status import DeviceStatus, FleetStatus, PipelineStatus
 from shoal.types import BatteryModel, DeviceLimits, DeviceMode, ThermalModel
-from tests.support.fleet import HeldFetch, LocalFleet, make_device, start_fleet
+from tests.support.fleet import WAIT_S, HeldFetch, LocalFleet, make_device, start_fleet
 from tests.support.shards import TinyModel
 from tests.support.streams import SLOW, SLOW_LATENCY, Reader, start_stream
 
@@ -171,22 +171,26 @@ async def test_a_worker_that_leaves_stops_its_own_pipeline_from_taking_requests_
         await leaving
 
 
-async def test_a_free_device_takes_over_at_once_what_a_leaving_one_shall_take_no_more(
-    store: Store, tmp_path: Path
+async def test_a_leaving_device_serves_until_a_free_one_has_its_layers(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with start_fleet(store, tmp_path, [SLOW], split="4") as fleet:
         fleet.add_worker("w1", SLOW)
         await fleet.until(lambda status: len(status.devices) == 2)
         reader = await start_stream(fleet)
+        fetch = HeldFetch(monkeypatch)
 
         leaving = asyncio.create_task(fleet.workers["w0"].end())
-        await fleet.until(lambda status: device_of(status, "w0").state == "draining")
+        await asyncio.wait_for(fetch.is_held.wait(), WAIT_S)
+        during = await fleet.client.generate("hello", max_tokens=2)
+        fetch.may_go_on.set()
+        await leaving
         later = await fleet.client.generate("hello", max_tokens=2)
 
         assert not reader.task.done()
-        assert later.pipeline[0].worker_id == "w1"
+        assert [answer.pipeline[0].worker_id for answer in (during, later)] == ["w0", "w1"]
+        assert later.token_ids == during.token_ids
         await cancel(reader)
-        await leaving
 
 
 async def test_one_pipeline_serves_while_another_is_still_loading(

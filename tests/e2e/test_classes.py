@@ -9,8 +9,8 @@ import pytest
 
 from launch.local import Child, LocalFleet
 from shoal import Client
-from shoal.client import Stream
 from shoal.generation import Delta, Generation
+from shoal.streams import Stream
 from tests.e2e.conftest import StartFleet
 from tests.support.commands import WAIT_S
 

@@ -146,6 +146,75 @@ class TestGhosts:
         fleet.check_invariants()
 
 
+class TestLateness:
+    def test_a_worker_that_misses_heartbeats_is_suspect_before_it_is_lost(self) -> None:
+        fleet = make_ready_fleet(A, B)
+        fleet.heartbeat(B, 1, Telemetry(), 1.0)
+
+        assert [key for key in (A, B) if fleet.is_suspect(key, 1.6)] == ["a"]
+        assert fleet.expire(1.6) == ()
+
+    def test_a_suspect_keeps_what_it_holds_and_is_none_with_its_next_heartbeat(self) -> None:
+        fleet = make_ready_fleet(A, B)
+        assert (fleet.is_suspect(A, 2.9), fleet.is_ready(P1), fleet.state(A)) == (True, True, WorkerState.READY)
+
+        fleet.heartbeat(A, 1, Telemetry(), 2.9)
+
+        assert not fleet.is_suspect(A, 2.9)
+
+    def test_a_stall_of_our_own_makes_nobody_suspect(self) -> None:
+        fleet = make_fleet(A)
+        fleet.extend_leases(2.0)
+        assert not fleet.is_suspect(A, 3.4)
+        assert fleet.is_suspect(A, 3.6)
+
+    def test_a_stranger_is_not_suspect_but_gone(self) -> None:
+        assert not make_fleet(A).is_suspect(B, 100.0)
+
+
+class TestCordons:
+    def test_a_cordoned_worker_is_placed_no_more_and_keeps_what_it_computes(self) -> None:
+        fleet = make_ready_fleet(A, B)
+
+        assert fleet.cordon(A, True)
+
+        assert [worker_id for worker_id, _ in fleet.placeable()] == ["b"]
+        assert (fleet.is_ready(P1), fleet.state(A), member(fleet, A).is_cordoned) == (True, WorkerState.READY, True)
+        fleet.check_invariants()
+
+    def test_a_worker_that_is_uncordoned_is_placed_again(self) -> None:
+        fleet = make_fleet(A)
+        fleet.cordon(A, True)
+        assert fleet.cordon(A, False)
+        assert [worker_id for worker_id, _ in fleet.placeable()] == ["a"]
+        assert fleet.cordoned == frozenset()
+
+    def test_a_cordon_outlives_the_process_that_has_the_name(self) -> None:
+        fleet = make_fleet(A)
+        fleet.cordon(A, True)
+        fleet.detach(A, 1)
+
+        fleet.attach(A, 2, make_profile(), 5.0)
+
+        assert fleet.placeable() == ()
+        fleet.check_invariants()
+
+    def test_who_is_gone_can_be_uncordoned_and_a_stranger_cannot_be_cordoned(self) -> None:
+        fleet = make_fleet(A)
+        fleet.cordon(A, True)
+        fleet.detach(A, 1)
+        assert fleet.cordon(A, False)
+        assert not fleet.cordon(A, False)
+        assert not fleet.cordon(B, True)
+
+    def test_a_cordoned_worker_that_holds_its_stage_may_go_on_with_it_in_a_later_epoch(self) -> None:
+        fleet = make_ready_fleet(A, B)
+        fleet.cordon(A, True)
+        fleet.drop(P1)
+        load_all(fleet, place_on(A, B))
+        fleet.check_invariants()
+
+
 class TestPlacements:
     def test_assigned_workers_load_and_all_others_stand_by(self) -> None:
         fleet = make_fleet(A, B, C)
@@ -386,6 +455,11 @@ class FleetMachine(RuleBasedStateMachine):
             self.loaded.discard(worker_id)
             if not is_draining:
                 del self.living[worker_id]
+
+    @rule(worker_id=workers, is_cordoned=st.booleans())
+    def cordon(self, worker_id: WorkerId, is_cordoned: bool) -> None:
+        is_known = worker_id in self.living or worker_id in self.fleet.cordoned
+        assert self.fleet.cordon(worker_id, is_cordoned) == is_known
 
     @rule(sizes=st.lists(st.integers(1, 2), max_size=2), is_kept=st.booleans())
     def assign(self, sizes: list[int], is_kept: bool) -> None:

@@ -51,7 +51,7 @@ class Scene:
             monitor.observe(telemetry, 0.0)
         member = self.fleet.get(worker_id)
         assert member is not None
-        return device_status(member, session, monitor, self.engine)
+        return device_status(member, member.state.value, session, monitor, self.engine)
 
 
 def fleet_status(*pipelines: str, devices: dict[str, str]) -> FleetStatus:
