@@ -198,7 +198,8 @@ def answer_to_jsonable(answer: Generation) -> object:
 def summary(answer: Generation) -> str:
     return (
         f"{answer.finish_reason.value}, {answer.completion_tokens} tokens, "
-        f"first after {answer.ttft_ms:.0f} ms, {answer.tokens_per_s:.1f} tokens/s{_reuse(answer)}{_dropped(answer)}; "
+        f"first after {answer.ttft_ms:.0f} ms, {answer.tokens_per_s:.1f} tokens/s{_reuse(answer)}{_dropped(answer)}"
+        f"{_interruptions(answer)}; "
         f"request {answer.request_id}"
     )
 
@@ -214,6 +215,22 @@ def _reuse(answer: Generation) -> str:
 
 def _dropped(answer: Generation) -> str:
     return f", {answer.dropped_tokens} tokens of the session left out" if answer.dropped_tokens else ""
+
+
+def _interruptions(answer: Generation) -> str:
+    """What the answer outlived."""
+    told = ""
+    if answer.num_recoveries:
+        told += f", recovered {_times(answer.num_recoveries)} from the loss of a device"
+    if answer.has_changed_kernels:
+        told += ", on a processor of another kind (near-ties may have fallen differently)"
+    if answer.num_resumes:
+        told += f", resumed {_times(answer.num_resumes)} after its stream broke off"
+    return told
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def _options(**options: Any) -> GenerateOptions:

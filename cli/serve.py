@@ -159,10 +159,13 @@ def running_fleet(
         devices_ready = "1 device" if len(names) == 1 else f"{len(names)} devices"
         say(f"{devices_ready} ready after {time.monotonic() - started_at:.1f} s", style="bold")
         if fleet.redis_failure:
-            note(f"going on without Redis, so KV and sessions end with the fleet: {fleet.redis_failure}")
+            note(
+                f"going on without Redis: KV ends with the fleet, sessions are kept in a file alone: {fleet.redis_failure}"
+            )
         elif fleet.config.redis_url and is_redis_away(status):
             note(
-                "Redis does not answer, or not us (see the logs): until it does, no KV outlives the fleet, and sessions wait"
+                "Redis does not answer, or not us (see the logs): until it does, no KV outlives the fleet, and sessions are "
+                "kept in a file alone"
             )
         yield fleet, status
 
@@ -214,12 +217,14 @@ def _watch(fleet: LocalFleet) -> NoReturn:
 
     told: set[str] = set()
     while True:
-        for child in fleet.ended():
-            if child.profile is None or len(fleet.ended()) == len(fleet.children) - 1:
+        lost = [child for child in fleet.ended() if child.profile is not None]
+        for child in lost:
+            if len(lost) == len(fleet.worker_ids):
                 raise failure_of(child)
             if child.name not in told:
                 note(f"{child.name} {how_it_ended(child)}; the others go on without it (log: {child.log_path})")
                 told.add(child.name)
-        if fleet.redis is not None and (told_of_redis := fleet.redis.revive()):
-            note(told_of_redis)
+        for revived in (fleet.revive(), "" if fleet.redis is None else fleet.redis.revive()):
+            if revived:
+                note(revived)
         time.sleep(WATCH_S)

@@ -29,7 +29,7 @@ from shoal.client import Client
 from shoal.config import Config, OrchestratorConfig, WorkerConfig, options
 from shoal.errors import ConfigError, ConnectionFailed, DeadlineExceeded, LaunchFailed, NotReady, PlacementImpossible
 from shoal.status import FleetStatus
-from shoal.types import DeviceMode, DeviceProfile
+from shoal.types import DeviceMode, DeviceProfile, WorkerId
 from worker.kv.trace import TRACE_SUFFIX
 
 ORCHESTRATOR = "orchestrator"
@@ -41,6 +41,10 @@ STATUS_TIMEOUT_S = 2.0
 WORKER_STOP_S = 3.0
 # What the orchestrator may take beyond draining.
 ORCHESTRATOR_STOP_S = 3.0
+# An orchestrator that runs for so long was well: the next time that it dies is the first one again.
+STEADY_S = 10.0
+# One that dies more often in a row is not started again.
+MAX_DEATHS = 4
 NUM_LOG_LINES = 12
 REDIS_URL_ENV = "SHOAL_REDIS_URL"
 
@@ -100,6 +104,7 @@ class LocalFleet:
         worker: WorkerConfig | None = None,
         redis: EmbeddedRedis | None = None,
         kv_trace: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """redis: a server to run beside them, in place of the configuration's redis_url.
 
@@ -116,6 +121,11 @@ class LocalFleet:
         self.address = f"{_reachable(config.host)}:{port}"
         self._lock = ExitStack()
         self.children: list[Child] = []
+        self._clock = clock
+        self._orchestrator_at = clock()
+        self._num_deaths = 0
+        # When to start the orchestrator again; None while it runs.
+        self._revive_at: float | None = None
         # Why there is no embedded Redis though one was to be started.
         self.redis_failure = ""
 
@@ -145,6 +155,7 @@ class LocalFleet:
             _make_folder(self._kv_trace)
         if self.redis is not None:
             self._start_redis(self.redis)
+        self._orchestrator_at = self._clock()
         self._start_child(ORCHESTRATOR, [ORCHESTRATOR, *to_flags(self.config)])
         for worker_id, device in zip(self.worker_ids, self._devices, strict=True):
             config = replace(self._worker, join=self.address, worker_id=worker_id, home=self.config.home)
@@ -176,10 +187,39 @@ class LocalFleet:
         path.write_text(to_toml(profile), encoding="utf-8")
         return path
 
+    def revive(self) -> str:
+        """Start the orchestrator again if it has died; what is to be told of that, or nothing. Workers wait for it.
+
+        At once the first time, later after ever longer. Raises LaunchFailed if it was told to end, or dies again and again.
+        """
+        orchestrator, now = self.children[0], self._clock()
+        if orchestrator.process.poll() is None:
+            return ""
+        if self._revive_at is None:
+            self._num_deaths = 1 if now - self._orchestrator_at > STEADY_S else self._num_deaths + 1
+            if orchestrator.process.returncode == 0 or self._num_deaths > MAX_DEATHS:
+                raise failure_of(orchestrator)
+            self._revive_at = now + self._num_deaths - 1
+        if now < self._revive_at:
+            return ""
+        self._revive_at, self._orchestrator_at = None, now
+        _pipe_of(orchestrator).close()
+        # It would wait for those who are gone, too.
+        num_workers = sum(child.process.poll() is None for child in self.children[1:])
+        config = replace(self.config, expect_workers=max(num_workers, 1))
+        self.children[0] = self._spawn(ORCHESTRATOR, [ORCHESTRATOR, *to_flags(config)], is_again=True)
+        return f"{ORCHESTRATOR} {how_it_ended(orchestrator)}; it is started again (log: {orchestrator.log_path})"
+
     def _start_child(self, name: str, args: list[str], profile: DeviceProfile | None = None) -> None:
+        self.children.append(self._spawn(name, args, profile))
+
+    def _spawn(
+        self, name: str, args: list[str], profile: DeviceProfile | None = None, *, is_again: bool = False
+    ) -> Child:
+        """is_again: what the one before it has said stays in the log."""
         log_path = self.log_directory / f"{name}.log"
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        with log_path.open("wb") as log:
+        with log_path.open("ab" if is_again else "wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "cli.main", *args, "--stop-on-stdin-eof"],
                 stdin=subprocess.PIPE,
@@ -189,7 +229,7 @@ class LocalFleet:
                 start_new_session=True,
                 env={**os.environ, REDIS_URL_ENV: self.redis_url},
             )
-        self.children.append(Child(name, process, log_path, profile))
+        return Child(name, process, log_path, profile)
 
     def ended(self) -> list[Child]:
         """The children that have ended by themselves."""
@@ -325,6 +365,12 @@ def to_toml(profile: DeviceProfile) -> str:
 def _to_lines(fields: Mapping[str, object]) -> str:
     # JSON's texts, numbers, lists and truth values are TOML's too.
     return "".join(f"{name} = {json.dumps(value)}\n" for name, value in fields.items())
+
+
+def named_devices(devices: Sequence[str]) -> list[tuple[WorkerId, DeviceProfile]]:
+    """The devices of a fleet before its start: names or paths of profiles as LocalFleet takes them. Raises ConfigError."""
+    profiles = [_Device.parse(device).profile for device in devices]
+    return [(WorkerId(worker_id), profile) for worker_id, profile in zip(_worker_ids(profiles), profiles, strict=True)]
 
 
 def _worker_ids(profiles: Sequence[DeviceProfile]) -> Iterator[str]:

@@ -22,10 +22,13 @@ from orchestrator.core.sequence import QosTargets
 from orchestrator.core.tenants import TenantLedger, parse_weights
 from orchestrator.engine import Engine
 from orchestrator.flow import FlowHub
+from orchestrator.journal import Journal, name_of
 from orchestrator.likely_prefixes import LikelyPrefixes
 from orchestrator.membership import FleetServicer
 from orchestrator.requests import RequestDecoder
+from orchestrator.served import ServedRequests
 from orchestrator.server import InferenceServicer, drain
+from orchestrator.session_homes import FileHome, RedisHome
 from orchestrator.sessions import SessionStore
 from orchestrator.tokenizer import Tokenizer
 from orchestrator.typed_ahead import TypedAhead
@@ -65,6 +68,7 @@ CLOSE_S = 1.0
 CONNECT_S = 1.0
 # In the home folder: who has it can compute the names of every tenant's blocks.
 SECRET_FILE = "kv_secret"
+SESSIONS_FILE = "sessions.sqlite"
 
 
 def run(config: OrchestratorConfig, *, stop_on_stdin_eof: bool = False) -> int:
@@ -93,24 +97,30 @@ class Orchestrator:
         self._health = HealthServicer()
         self._manifest: Manifest = manifest
         self._link = AsyncRedisLink(config.redis_url) if config.redis_url else None
-        self._names = BlockNames(manifest.digest, load_secret(home / SECRET_FILE), self._link)
+        self._secret = load_secret(home / SECRET_FILE)
+        self._names = BlockNames(manifest.digest, self._secret, self._link)
         self._catalogue = Catalogue(self._link, manifest.config.num_layers)
         self._warmer = Warmer(self._engine)
         likely = LikelyPrefixes()
         self._typed_ahead = TypedAhead(self._engine, self._catalogue, likely)
-        sessions = SessionStore(self._link, manifest.digest, config.session_ttl_s)
+        self._session_file = FileHome(home / SESSIONS_FILE)
+        in_redis = RedisHome(self._link) if self._link is not None else None
+        sessions = SessionStore(self._session_file, in_redis, manifest.digest, config.session_ttl_s)
         self._conversations = Conversations(sessions, self._names, self._catalogue, self._engine, self._warmer, likely)
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until `stopping` is set, then drain. Raises ConnectionFailed if the port is taken."""
         server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
-        inference = self._add_services(server)
         port = self._bind(server)
+        journal, served = self._make_served(port)
+        inference = self._add_services(server, served)
         if self._config.use_sockets:
             self._membership.socket_port = await self._hub.listen(self._config.host)
-        await self._open_link()
+        await self._open_link(served)
         await server.start()
-        watching = {asyncio.create_task(self._control.watch()), asyncio.create_task(self._conversations.watch())}
+        watching = {
+            asyncio.create_task(watch()) for watch in (self._control.watch, self._conversations.watch, served.watch)
+        }
         logger.info("listening address=%s:%d model=%s", self._config.host, port, self._manifest.name)
         stop = asyncio.create_task(stopping.wait())
         try:
@@ -124,20 +134,29 @@ class Orchestrator:
         finally:
             for task in (stop, *watching):
                 task.cancel()
+            served.close()
             self._control.stop()
             await server.stop(CLOSE_S)
+            await journal.stop()
             await self._conversations.stop()
+            await self._session_file.close()
             await self._typed_ahead.stop()
             if self._link is not None:
                 await self._link.close()
             await self._hub.stop()
 
-    async def _open_link(self) -> None:
-        """Give Redis a moment to be there for the first request; without it, all goes on but what only it has."""
-        if self._link is None:
-            logger.info("sessions_in_memory: there is no Redis, so sessions end with this process")
-        elif await self._link.connect(CONNECT_S):
-            await self._conversations.tend(is_expiring=False)
+    async def _open_link(self, served: ServedRequests) -> None:
+        """Give Redis a moment to be there for the first request; without it, all goes on."""
+        is_away = self._link is not None and not await self._link.connect(CONNECT_S)
+        await self._conversations.tend(is_expiring=False)
+        if not is_away:
+            await served.load()
+
+    def _make_served(self, port: int) -> tuple[Journal, ServedRequests]:
+        """By the port that the next orchestrator is to have too, for it to find what this one leaves."""
+        name = name_of(self._secret, f"{self._config.host}:{port}", self._manifest.digest)
+        journal = Journal(self._link, name)
+        return journal, ServedRequests(self._engine, journal, self._conversations, self._names)
 
     def _bind(self, server: grpc.aio.Server) -> int:
         address = f"{self._config.host}:{self._config.port}"
@@ -148,13 +167,13 @@ class Orchestrator:
                 f"cannot listen on {address}: it is taken or not ours; choose another --port"
             ) from error
 
-    def _add_services(self, server: grpc.aio.Server) -> InferenceServicer:
+    def _add_services(self, server: grpc.aio.Server, served: ServedRequests) -> InferenceServicer:
         tokenizer = Tokenizer(self._manifest.tokenizer)
         targets = QosTargets(ttft_s=self._config.ttft_ms / 1e3, inter_token_s=self._config.inter_token_ms / 1e3)
         decoder = RequestDecoder(self._manifest, tokenizer, self._names, QosClass(self._config.qos), targets)
         inference = InferenceServicer(
             self._manifest, tokenizer, decoder, self._engine, self._control,
-            self._catalogue, self._conversations, self._warmer, self._typed_ahead,
+            self._catalogue, self._conversations, self._warmer, self._typed_ahead, served,
         )  # fmt: skip
         admin = AdminServicer(self._control, self._engine, decoder, self._names, self._conversations, self._warmer)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(inference, server)

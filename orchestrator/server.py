@@ -1,39 +1,42 @@
 """What clients call: InferenceService.
 
 A servicer method decodes and checks a request (`requests`), makes one call into the engine, and encodes what comes back;
-a request that is a turn of a session takes its history from `conversations`, and leaves what it became there. Text lives
-here: the engine knows token ids only. Errors are translated by `rpc`, nowhere else.
+a request that is a turn of a session takes its history from `conversations`. What is known of an answer, also when its
+stream has broken off, is in `served`. Text lives here: the engine knows token ids only. Errors are translated by `rpc`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from contextlib import ExitStack, aclosing
 from functools import partial
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
 from modelstore.manifest import Manifest
+from orchestrator.answer import Answer, TokenEvent
 from orchestrator.catalogue import Catalogue
 from orchestrator.control import Control
 from orchestrator.conversation import SessionKey
 from orchestrator.conversations import Conversations, Turn
 from orchestrator.core.sequence import Sequence, SequenceState
-from orchestrator.engine import Answer, Engine, TokenEvent
+from orchestrator.engine import Engine
+from orchestrator.record import RequestRecord
 from orchestrator.requests import DecodedRequest, RequestDecoder, session_id_of, tenant_of
+from orchestrator.served import Served, ServedRequests
 from orchestrator.text import TextStream
 from orchestrator.tokenizer import Tokenizer
 from orchestrator.typed_ahead import TypedAhead
 from orchestrator.warming import Warmer
 from shoal import messages, rpc
-from shoal.errors import ContextExceeded, NotReady, ShoalError
+from shoal.errors import ContextExceeded, InvalidRequest, NotReady, RequestCancelled, ShoalError
 from shoal.kv import BLOCK_TOKENS
 from shoal.types import FinishReason
 from shoal.v1 import inference_pb2, inference_pb2_grpc
@@ -48,25 +51,6 @@ HISTORY_TOKEN_BYTES = 1
 T = TypeVar("T")
 
 
-@dataclass(slots=True)
-class _Served:
-    """A request while it is being answered.
-
-    sent: the token ids that the client's stream took. turn: of its session. num_dropped: tokens that this left out.
-    """
-
-    request_id: str
-    answer: Answer
-    text: TextStream
-    accepted_at: float
-    first_token_at: float = 0.0
-    last_token_at: float = 0.0
-    num_tokens: int = 0
-    sent: list[int] = field(default_factory=list)
-    turn: Turn | None = None
-    num_dropped: int = 0
-
-
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def __init__(
         self,
@@ -79,6 +63,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         conversations: Conversations,
         warmer: Warmer,
         typed_ahead: TypedAhead,
+        served: ServedRequests,
     ) -> None:
         self._manifest = manifest
         self._tokenizer = tokenizer
@@ -89,6 +74,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._conversations = conversations
         self._warmer = warmer
         self._typed_ahead = typed_ahead
+        self._served = served
         self.is_draining = False
 
     @rpc.unary
@@ -122,45 +108,78 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GenerateRequest, context: Any
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         served = await self._admit(request, context.time_remaining())
-        sequence = served.answer.sequence
-        ended, why = "cancelled", FinishReason.CANCELLED
+        async with aclosing(self._serve(served)) as responses:
+            async for response in responses:
+                yield response
+
+    @rpc.stream
+    async def Resume(  # noqa: N802
+        self, request: inference_pb2.ResumeRequest, context: Any
+    ) -> AsyncGenerator[inference_pb2.ResumeResponse, None]:
+        self._check_open()
+        served = self._served.find(tenant_of(request.tenant), request.request_id)
+        logger.info("request_resumed request_id=%r num_tokens=%d", request.request_id, request.num_tokens)
+        async with aclosing(self._serve(served, request.num_tokens)) as responses:
+            async for response in responses:
+                yield inference_pb2.ResumeResponse(response=response)
+
+    async def _serve(self, served: Served, num_known: int = 0) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        """Send an answer from token num_known on, to its end; what is text of the tokens before is not sent again."""
+        ended = "cancelled"
         try:
-            yield inference_pb2.GenerateResponse(accepted=self._accepted(served))
-            while True:
-                event = await served.answer.next()
-                delta, end = self._take(served, event)
+            await self._served.claim(served)
+            await self._served.revive(served)
+            yield inference_pb2.GenerateResponse(accepted=self._accepted(served.record))
+            text = TextStream(self._tokenizer, served.record.stops)
+            for index in itertools.count():
+                event = await self._served.token(served, index)
+                delta, end = _grown(text, event)
                 if end is not None:
-                    ended, why = end.value, end
-                yield inference_pb2.GenerateResponse(delta=delta)
-                served.sent.append(event.token_id)
+                    ended = end.value
+                    self._complete(served, index + 1, end, num_known)
+                if index >= num_known:
+                    yield inference_pb2.GenerateResponse(delta=delta)
+                    served.num_sent = max(served.num_sent, index + 1)
                 if end is not None:
-                    self._typed_ahead.learn(sequence)
-                    saving = self._end_turn(served, end)
-                    if saving is not None:
-                        # Goes on where the client leaves meanwhile.
-                        await asyncio.shield(saving)
+                    await self._end(served)
                     yield inference_pb2.GenerateResponse(finished=_finished(served, end))
-                    break
-        except (asyncio.CancelledError, GeneratorExit):
-            self._end_turn(served, FinishReason.CANCELLED)
-            raise
+                    return
+        except asyncio.CancelledError:
+            if self._served.is_reader(served):
+                raise
+            # Not by the client of this stream, which is to hear of it.
+            _uncancel()
+            ended = "taken over"
+            raise RequestCancelled("another stream goes on with this answer") from None
         except ShoalError as error:
             ended = error.reason
+            self._served.fail(served, error)
             raise
         finally:
-            self._engine.abort(sequence.sequence_id, why)
-            if served.turn is not None:
-                self._conversations.leave(served.turn)
-            logger.info(
-                "request_ended request_id=%r finish=%s prompt_tokens=%d cached_tokens=%d completion_tokens=%d pipeline=%s",
-                served.request_id, ended, len(sequence.prompt_token_ids), sequence.num_restored, served.num_tokens,
-                served.answer.pipeline.pipeline_id,
-            )  # fmt: skip
+            _log_end(served, ended)
+            self._served.release(served)
 
-    async def _admit(self, request: inference_pb2.GenerateRequest, time_left_s: float | None) -> _Served:
-        accepted_at = time.monotonic()
+    def _complete(self, served: Served, num_tokens: int, end: FinishReason, num_known: int) -> None:
+        self._served.complete(served, num_tokens, end, _finished(served, end).SerializeToString())
+        if num_known > num_tokens:
+            raise InvalidRequest("num_tokens", f"{num_known} is out of range; the answer has {num_tokens}")
+
+    async def _end(self, served: Served) -> None:
+        """Have what is to be kept of a complete answer kept, before its client is told that it is."""
+        if served.answer is not None:
+            self._typed_ahead.learn(served.answer.sequence)
+        saving = self._served.end_turn(served)
+        if saving is not None:
+            # Goes on where the client leaves meanwhile.
+            await asyncio.shield(saving)
+
+    def _check_open(self) -> None:
         if self.is_draining:
             raise NotReady("this orchestrator is shutting down; ask another or try again later", retry_after_s=5.0)
+
+    async def _admit(self, request: inference_pb2.GenerateRequest, time_left_s: float | None) -> Served:
+        accepted_at = time.monotonic()
+        self._check_open()
         turn = await self._begin_turn(request)
         with ExitStack() as undo:
             if turn is not None:
@@ -174,22 +193,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         logger.info(
             "request_accepted request_id=%r prompt_tokens=%d qos=%s tenant=%r pipeline=%s",
             request_id, len(sequence.prompt_token_ids), sequence.qos.value, sequence.tenant,
-            answer.pipeline.pipeline_id,
+            answer.pipeline_id,
         )  # fmt: skip
-        text = TextStream(self._tokenizer, asked.stops)
-        return _Served(request_id, answer, text, accepted_at, turn=turn, num_dropped=asked.num_dropped)
+        return self._served.add(answer, request_id, asked.stops, turn=turn, num_dropped=asked.num_dropped)
 
     async def _begin_turn(self, request: inference_pb2.GenerateRequest) -> Turn | None:
         if not request.session_id:
             return None
         return await self._conversations.begin(SessionKey(tenant_of(request.tenant), session_id_of(request.session_id)))
-
-    def _end_turn(self, served: _Served, why: FinishReason) -> asyncio.Task[None] | None:
-        """Leave to a session what its turn has become, nothing if that is no token; the task ends when it is stored."""
-        turn = served.turn
-        if turn is None or turn.is_over or not served.sent:
-            return None
-        return self._conversations.end(turn, served.answer.sequence, served.sent, why)
 
     async def _decode(
         self, request: inference_pb2.GenerateRequest, now: float, time_left_s: float | None, turn: Turn | None
@@ -229,31 +240,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             self._warmer.make_way()
         return answer
 
-    def _accepted(self, served: _Served) -> inference_pb2.Accepted:
-        sequence = served.answer.sequence
+    def _accepted(self, record: RequestRecord) -> inference_pb2.Accepted:
         return inference_pb2.Accepted(
-            request_id=served.request_id,
+            request_id=record.request_id,
             model=self._manifest.name,
-            prompt_tokens=len(sequence.prompt_token_ids),
-            seed=sequence.sampling.seed,
-            dropped_tokens=served.num_dropped,
+            prompt_tokens=len(record.prompt_token_ids),
+            seed=record.sampling.seed,
+            dropped_tokens=record.num_dropped,
         )
-
-    def _take(self, served: _Served, event: TokenEvent) -> tuple[inference_pb2.Delta, FinishReason | None]:
-        """Turn a token into what the client gets of it, and say whether and why it is the last."""
-        now = served.last_token_at = time.monotonic()
-        served.first_token_at = served.first_token_at or now
-        served.num_tokens += 1
-        pushed = served.text.push(event.token_id)
-        text, finish = pushed.text, event.finish
-        if pushed.is_stopped:
-            finish = FinishReason.STOP
-        elif finish is not None:
-            text += served.text.finish()
-        delta = inference_pb2.Delta(index=event.index, token_ids=[event.token_id], text=text)
-        if event.logprobs is not None:
-            delta.logprobs.append(event.logprobs)
-        return delta, finish
 
 
 async def decoded(decode: Callable[[], T], request: Message, num_history: int = 0) -> T:
@@ -262,26 +256,53 @@ async def decoded(decode: Callable[[], T], request: Message, num_history: int = 
     return await asyncio.to_thread(decode) if is_long else decode()
 
 
-def _finished(served: _Served, finish: FinishReason) -> inference_pb2.Finished:
-    decode_s = served.last_token_at - served.first_token_at
-    sequence, pipeline = served.answer.sequence, served.answer.pipeline
-    return inference_pb2.Finished(
+def _grown(text: TextStream, event: TokenEvent) -> tuple[inference_pb2.Delta, FinishReason | None]:
+    """Turn a token into what the client gets of it, and say whether and why it is the last."""
+    pushed = text.push(event.token_id)
+    grown, finish = pushed.text, event.finish
+    if pushed.is_stopped:
+        finish = FinishReason.STOP
+    elif finish is not None:
+        grown += text.finish()
+    delta = inference_pb2.Delta(index=event.index, token_ids=[event.token_id], text=grown)
+    if event.logprobs is not None:
+        delta.logprobs.append(event.logprobs)
+    return delta, finish
+
+
+def _finished(served: Served, finish: FinishReason) -> inference_pb2.Finished:
+    """What the client is told at the end, also if it was told before; less of an answer that another orchestrator ended."""
+    record, log = served.record, served.log
+    if log.finished:
+        return inference_pb2.Finished.FromString(log.finished)
+    num_tokens, decode_s = len(log.token_ids), log.last_token_at - log.first_token_at
+    finished = inference_pb2.Finished(
         finish_reason=messages.finish_to_proto(finish),
-        prompt_tokens=len(sequence.prompt_token_ids),
-        completion_tokens=served.num_tokens,
-        ttft_ms=(served.first_token_at - served.accepted_at) * 1e3,
-        tokens_per_s=(served.num_tokens - 1) / decode_s if served.num_tokens > 1 and decode_s > 0 else 0.0,
-        pipeline=[
-            inference_pb2.StageSummary(
-                worker_id=member.worker_id, layers=messages.layers_to_proto(member.layers), device=member.device
-            )
-            for member in pipeline.members
-        ],
-        pipeline_id=pipeline.pipeline_id,
-        queue_ms=sequence.queue_s * 1e3,
-        num_preemptions=sequence.num_preemptions,
-        cache=_cache_use(sequence),
+        prompt_tokens=len(record.prompt_token_ids),
+        completion_tokens=num_tokens,
+        ttft_ms=(log.first_token_at - record.accepted_at) * 1e3,
+        tokens_per_s=(num_tokens - 1) / decode_s if num_tokens > 1 and decode_s > 0 else 0.0,
+        num_preemptions=log.num_preemptions,
+        num_recoveries=log.num_recoveries,
+        has_changed_kernels=log.has_changed_kernels,
     )
+    if served.answer is not None:
+        _add_course(finished, served.answer)
+    return finished
+
+
+def _add_course(finished: inference_pb2.Finished, answer: Answer) -> None:
+    """Say where and how an answer was computed."""
+    sequence, pipeline = answer.sequence, answer.pipeline
+    for member in pipeline.members if pipeline is not None else ():
+        layers = messages.layers_to_proto(member.layers)
+        finished.pipeline.add(worker_id=member.worker_id, layers=layers, device=member.device)
+    finished.pipeline_id = answer.pipeline_id
+    finished.queue_ms = sequence.queue_s * 1e3
+    finished.num_preemptions = sequence.num_preemptions
+    finished.num_recoveries = sequence.num_recoveries
+    finished.has_changed_kernels = sequence.has_changed_kernels
+    finished.cache.CopyFrom(_cache_use(sequence))
 
 
 def _cache_use(sequence: Sequence) -> inference_pb2.CacheUse:
@@ -294,6 +315,22 @@ def _cache_use(sequence: Sequence) -> inference_pb2.CacheUse:
         codec=restored.codec,
         is_exact=restored.is_exact,
     )
+
+
+def _uncancel() -> None:
+    task = asyncio.current_task()
+    if task is not None:
+        task.uncancel()
+
+
+def _log_end(served: Served, ended: str) -> None:
+    answer = served.answer
+    logger.info(
+        "request_ended request_id=%r finish=%s prompt_tokens=%d cached_tokens=%d completion_tokens=%d pipeline=%s",
+        served.record.request_id, ended, len(served.record.prompt_token_ids),
+        0 if answer is None else answer.sequence.num_restored, len(served.log.token_ids),
+        "" if answer is None else answer.pipeline_id,
+    )  # fmt: skip
 
 
 async def drain(servicer: InferenceServicer, engine: Engine, drain_s: float) -> bool:

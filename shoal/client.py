@@ -1,27 +1,23 @@
 """The SDK: `Client` and, for asyncio, `AsyncClient`; both with `generate`, `chat`, `stream`, `list_models`,
-`status`, `explain`, `anticipate`, `warm`, `sessions`, `delete_session`.
+`status`, `explain`, `drain`, `cordon`, `plan`, `anticipate`, `warm`, `sessions`, `delete_session`.
 
-Owns channels and the cancelling of calls that nobody reads any more. Requests and answers are built and folded in
-`shoal.generation`, errors rebuilt in `shoal.rpc`. Checks nothing that the server checks. Called by users and the CLI.
+Owns channels. Requests and answers are built and folded in `shoal.generation`, answers as they come are `shoal.streams`,
+errors are rebuilt in `shoal.rpc`. Checks nothing that the server checks. Called by users and the CLI.
 """
 
 from __future__ import annotations
 
-import asyncio
+import time
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, cast
 
 import grpc
 
 from shoal.config import DEFAULT_PORT
-from shoal.errors import RequestCancelled
 from shoal.explanation import Explanation, explanation_from_proto
 from shoal.generation import (
-    Answer,
-    Delta,
     GenerateOptions,
     Generation,
     Messages,
@@ -41,8 +37,17 @@ from shoal.kept import (
     sessions_from_proto,
     warmed_from_proto,
 )
-from shoal.rpc import CHANNEL_OPTIONS, error_from_rpc
-from shoal.status import FleetStatus, ModelSummary, model_from_proto, status_from_proto
+from shoal.resumption import DEFAULT_RESUME_S
+from shoal.rpc import CHANNEL_OPTIONS
+from shoal.status import (
+    Drained,
+    FleetStatus,
+    ModelSummary,
+    drained_from_proto,
+    model_from_proto,
+    status_from_proto,
+)
+from shoal.streams import AsyncStream, Calls, Stream, errors_of
 from shoal.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
@@ -50,145 +55,36 @@ DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
 Response = TypeVar("Response")
 
 
-@contextmanager
-def _errors_of(address: str) -> Generator[None, None, None]:
-    try:
-        yield
-    except grpc.RpcError as error:
-        raise error_from_rpc(error, address) from None
-
-
-class Stream:
-    """An answer as it comes: iterate over it once for its Deltas; afterwards `result` is the Generation.
-
-    Breaking out of the loop, `cancel()` and leaving the `with` block end the call on the server; what had come until
-    then is the result, with finish reason CANCELLED.
-    """
-
-    __slots__ = ("__weakref__", "_address", "_answer", "_call", "_is_cancelled", "_is_over")
-
-    def __init__(self, call: Any, address: str) -> None:
-        self._call = call
-        self._address = address
-        self._answer = Answer()
-        self._is_cancelled = False
-        self._is_over = False
-
-    def __iter__(self) -> Iterator[Delta]:
-        try:
-            with _errors_of(self._address):
-                for response in self._call:
-                    delta = self._answer.add(response)
-                    if delta is not None:
-                        yield delta
-            _check_finished(self._answer, self._is_cancelled)
-        except RequestCancelled:
-            if not self._is_cancelled:
-                raise
-        finally:
-            self.cancel()
-
-    @property
-    def text(self) -> str:
-        """The text so far."""
-        return self._answer.text
-
-    @property
-    def result(self) -> Generation:
-        """The answer; raises RuntimeError while it is still being read."""
-        return _result(self._answer, self._is_over)
-
-    def cancel(self) -> None:
-        """End the call; harmless if it has ended. May be called from another thread."""
-        self._is_cancelled = self._is_cancelled or not self._answer.is_finished
-        self._is_over = True
-        self._call.cancel()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.cancel()
-
-    def __del__(self) -> None:
-        self.cancel()
-
-
-class AsyncStream:
-    """Stream for asyncio: `async for` over it once for its Deltas; afterwards `result` is the Generation."""
-
-    __slots__ = ("__weakref__", "_address", "_answer", "_call", "_is_cancelled", "_is_over")
-
-    def __init__(self, call: Any, address: str) -> None:
-        self._call = call
-        self._address = address
-        self._answer = Answer()
-        self._is_cancelled = False
-        self._is_over = False
-
-    async def __aiter__(self) -> AsyncIterator[Delta]:
-        try:
-            with _errors_of(self._address):
-                async for response in self._call:
-                    delta = self._answer.add(response)
-                    if delta is not None:
-                        yield delta
-            _check_finished(self._answer, self._is_cancelled)
-        except asyncio.CancelledError:
-            # grpc.aio raises it too where only the call was cancelled, and that is an end like any other.
-            task = asyncio.current_task()
-            if not self._is_cancelled or (task is not None and task.cancelling()):
-                raise
-        finally:
-            self.cancel()
-
-    @property
-    def text(self) -> str:
-        """The text so far."""
-        return self._answer.text
-
-    @property
-    def result(self) -> Generation:
-        """The answer; raises RuntimeError while it is still being read."""
-        return _result(self._answer, self._is_over)
-
-    def cancel(self) -> None:
-        """End the call; harmless if it has ended."""
-        self._is_cancelled = self._is_cancelled or not self._answer.is_finished
-        self._is_over = True
-        self._call.cancel()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.cancel()
-
-
-def _check_finished(answer: Answer, is_cancelled: bool) -> None:
-    if not answer.is_finished and not is_cancelled:
-        raise RequestCancelled("the answer ended without a finish reason: the orchestrator is going down; ask again")
-
-
-def _result(answer: Answer, is_over: bool) -> Generation:
-    if not is_over:
-        raise RuntimeError("the answer is still being read: take its result after the loop")
-    return answer.to_generation()
+def _calls(
+    stub: Any,
+    address: str,
+    prompt: Prompt | None,
+    messages: Messages | None,
+    options: GenerateOptions,
+    timeout_s: float | None,
+) -> Calls:
+    request = build_request(prompt, messages, options)
+    time_s = deadline_s(options, timeout_s)
+    return Calls(stub, address, request, None if time_s is None else time.monotonic() + time_s)
 
 
 class Client:
     """A synchronous client of an orchestrator; may be used by several threads.
 
-    timeout_s: the most that one call may take, a whole answer included; None waits for as long as it takes.
+    timeout_s: the most that one call may take, a whole answer included; None waits for as long as it takes. resume_s: how
+    long to try to go on with an answer whose stream broke off, from the break on; 0: it ends with an error at once.
     """
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, timeout_s: float | None = None) -> None:
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        timeout_s: float | None = None,
+        *,
+        resume_s: float = DEFAULT_RESUME_S,
+    ) -> None:
         self._address = address
         self._timeout_s = timeout_s
+        self._resume_s = resume_s
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
@@ -198,9 +94,9 @@ class Client:
         self, prompt: Prompt | None = None, *, messages: Messages | None = None, **options: Unpack[GenerateOptions]
     ) -> Stream:
         """Continue a prompt (text or token ids) or answer a chat, delta by delta. Iterating raises the errors."""
-        request = build_request(prompt, messages, options)
-        timeout_s = deadline_s(options, self._timeout_s)
-        stream = Stream(self._inference.Generate(request, timeout=timeout_s), self._address)
+        stream = Stream(
+            _calls(self._inference, self._address, prompt, messages, options, self._timeout_s), self._resume_s
+        )
         self._streams.add(stream)
         return stream
 
@@ -223,6 +119,22 @@ class Client:
 
     def status(self) -> FleetStatus:
         return status_from_proto(self._call(self._admin.GetStatus, admin_pb2.GetStatusRequest()))
+
+    def plan(self) -> admin_pb2.GetPlanResponse:
+        """Return what the orchestrator knows of its devices and links, as a message: for tools that plan themselves."""
+        response: admin_pb2.GetPlanResponse = self._call(self._admin.GetPlan, admin_pb2.GetPlanRequest())
+        return response
+
+    def drain(self, worker_id: str) -> Drained:
+        """Move all layers off a device and cordon it; returns when that is done, and no answer ends for it.
+
+        Raises PlacementImpossible, with the numbers, if no other devices can hold them: nothing has changed then.
+        """
+        return drained_from_proto(self._call(self._admin.Drain, admin_pb2.DrainRequest(worker_id=worker_id)))
+
+    def cordon(self, worker_id: str, is_cordoned: bool = True) -> None:
+        """Keep a device from being given layers, or let it again; what it computes goes on."""
+        self._call(self._admin.Cordon, admin_pb2.CordonRequest(worker_id=worker_id, is_cordoned=is_cordoned))
 
     def explain(self, request_id: str = "") -> Explanation:
         """Why a recent request ran where and when it did; empty: the newest. Raises RequestNotFound."""
@@ -266,7 +178,7 @@ class Client:
         return deleted_from_proto(self._call(self._admin.DeleteSession, request))
 
     def _call(self, method: Callable[..., Response], request: object) -> Response:
-        with _errors_of(self._address):
+        with errors_of(self._address):
             return method(request, timeout=self._timeout_s)
 
     def close(self) -> None:
@@ -287,12 +199,20 @@ class Client:
 class AsyncClient:
     """An asyncio client of an orchestrator, for the event loop of its first call.
 
-    timeout_s: the most that one call may take, a whole answer included; None waits for as long as it takes.
+    timeout_s: the most that one call may take, a whole answer included; None waits for as long as it takes. resume_s: how
+    long to try to go on with an answer whose stream broke off, from the break on; 0: it ends with an error at once.
     """
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, timeout_s: float | None = None) -> None:
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        timeout_s: float | None = None,
+        *,
+        resume_s: float = DEFAULT_RESUME_S,
+    ) -> None:
         self._address = address
         self._timeout_s = timeout_s
+        self._resume_s = resume_s
         self._channel: grpc.aio.Channel | None = None
         self._streams: weakref.WeakSet[AsyncStream] = weakref.WeakSet()
 
@@ -300,10 +220,8 @@ class AsyncClient:
         self, prompt: Prompt | None = None, *, messages: Messages | None = None, **options: Unpack[GenerateOptions]
     ) -> AsyncStream:
         """Continue a prompt (text or token ids) or answer a chat, delta by delta. Iterating raises the errors."""
-        request = build_request(prompt, messages, options)
-        timeout_s = deadline_s(options, self._timeout_s)
-        method = inference_pb2_grpc.InferenceServiceStub(self._open()).Generate
-        stream = AsyncStream(method(request, timeout=timeout_s), self._address)
+        stub = inference_pb2_grpc.InferenceServiceStub(self._open())
+        stream = AsyncStream(_calls(stub, self._address, prompt, messages, options, self._timeout_s), self._resume_s)
         self._streams.add(stream)
         return stream
 
@@ -328,6 +246,25 @@ class AsyncClient:
     async def status(self) -> FleetStatus:
         method = admin_pb2_grpc.AdminServiceStub(self._open()).GetStatus
         return status_from_proto(await self._call(method, admin_pb2.GetStatusRequest()))
+
+    async def plan(self) -> admin_pb2.GetPlanResponse:
+        """Return what the orchestrator knows of its devices and links, as a message: for tools that plan themselves."""
+        method = admin_pb2_grpc.AdminServiceStub(self._open()).GetPlan
+        response: admin_pb2.GetPlanResponse = await self._call(method, admin_pb2.GetPlanRequest())
+        return response
+
+    async def drain(self, worker_id: str) -> Drained:
+        """Move all layers off a device and cordon it; returns when that is done, and no answer ends for it.
+
+        Raises PlacementImpossible, with the numbers, if no other devices can hold them: nothing has changed then.
+        """
+        method = admin_pb2_grpc.AdminServiceStub(self._open()).Drain
+        return drained_from_proto(await self._call(method, admin_pb2.DrainRequest(worker_id=worker_id)))
+
+    async def cordon(self, worker_id: str, is_cordoned: bool = True) -> None:
+        """Keep a device from being given layers, or let it again; what it computes goes on."""
+        method = admin_pb2_grpc.AdminServiceStub(self._open()).Cordon
+        await self._call(method, admin_pb2.CordonRequest(worker_id=worker_id, is_cordoned=is_cordoned))
 
     async def explain(self, request_id: str = "") -> Explanation:
         """Why a recent request ran where and when it did; empty: the newest. Raises RequestNotFound."""
@@ -375,7 +312,7 @@ class AsyncClient:
         return deleted_from_proto(await self._call(method, request))
 
     async def _call(self, method: Callable[..., Any], request: object) -> Any:
-        with _errors_of(self._address):
+        with errors_of(self._address):
             return await cast(Awaitable[Any], method(request, timeout=self._timeout_s))
 
     def _open(self) -> grpc.aio.Channel:

@@ -102,7 +102,9 @@ class Generation:
     ttft_ms: from acceptance to the first token, by the server's clock. tokens_per_s: after the first token. Both are 0,
     and pipeline is empty, if the client itself cancelled. queue_ms: time without a slot. num_preemptions: how often more
     urgent requests took its place; its text is the same. cache: what of the prompt did not have to be computed.
-    dropped_tokens: those of the session that were left out, see context_overflow.
+    dropped_tokens: those of the session that were left out, see context_overflow. num_recoveries: how often a device that
+    computed it was lost and it went on; has_changed_kernels: on a processor of another kind, where near-ties may have fallen
+    differently. num_resumes: how often its stream broke off and was gone on with.
     """
 
     text: str
@@ -122,12 +124,16 @@ class Generation:
     num_preemptions: int = 0
     cache: CacheUse = field(default_factory=CacheUse)
     dropped_tokens: int = 0
+    num_recoveries: int = 0
+    has_changed_kernels: bool = False
+    num_resumes: int = 0
 
 
 class Answer:
     """Folds the events of one response stream.
 
-    Invariant: events come as Accepted, Delta ..., Finished, and each Delta begins where the one before it ended.
+    Invariant: events come as Accepted, Delta ..., Finished, and each Delta begins where the one before it ended. A stream
+    that goes on with another one begins with Accepted, too.
     """
 
     __slots__ = ("_accepted", "_finished", "_logprobs", "_texts", "_token_ids")
@@ -142,6 +148,15 @@ class Answer:
     @property
     def text(self) -> str:
         return "".join(self._texts)
+
+    @property
+    def request_id(self) -> str:
+        """Empty before the request was accepted."""
+        return "" if self._accepted is None else self._accepted.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._token_ids)
 
     @property
     def is_finished(self) -> bool:
@@ -193,6 +208,8 @@ class Answer:
             queue_ms=finished.queue_ms,
             num_preemptions=finished.num_preemptions,
             cache=cache_use_from_proto(finished.cache),
+            num_recoveries=finished.num_recoveries,
+            has_changed_kernels=finished.has_changed_kernels,
         )
 
 

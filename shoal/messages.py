@@ -116,6 +116,7 @@ _TELEMETRY_FIELDS: Final = (
     "is_charging",
     "other_load",
     "clock",
+    "busy_s",
 )
 _SENSOR_FIELDS: Final = ("temperature_c", "battery_percent")
 _KV_TIER_FIELDS: Final = (

@@ -57,6 +57,11 @@ def block_manifest_key(block_hash: BlockHash) -> bytes:
     return b"shoal:kv:m:" + block_hash.hex().encode()
 
 
+def trail_key(trail_id: bytes) -> bytes:
+    """A hash: what is checkpointed of a running sequence, for the tier alone."""
+    return b"shoal:kv:t:" + trail_id.hex().encode()
+
+
 def session_key(tenant: str, session_id: str) -> bytes:
     """No two pairs have the same."""
     return f"shoal:session:{_quoted(tenant)}:{_quoted(session_id)}".encode()
@@ -64,6 +69,16 @@ def session_key(tenant: str, session_id: str) -> bytes:
 
 def session_index_key(tenant: str) -> bytes:
     return f"shoal:sessions:{_quoted(tenant)}".encode()
+
+
+def request_key(orchestrator: bytes, record_id: bytes) -> bytes:
+    """A hash: what one orchestrator needs of a request that it answers, to go on after it was restarted."""
+    return b"shoal:request:%s:%s" % (orchestrator.hex().encode(), record_id.hex().encode())
+
+
+def request_index_key(orchestrator: bytes) -> bytes:
+    """The record ids of an orchestrator's requests."""
+    return b"shoal:requests:" + orchestrator.hex().encode()
 
 
 def _quoted(name: str) -> str:

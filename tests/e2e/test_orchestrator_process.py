@@ -52,7 +52,7 @@ def test_an_answer_that_outlasts_the_drain_ends_with_an_error(start_fleet: Start
     fleet = start_fleet("tablet", drain_s=0.5)
     orchestrator = fleet.children[0].process
     with (
-        Client(fleet.address, timeout_s=WAIT_S) as client,
+        Client(fleet.address, timeout_s=WAIT_S, resume_s=0.0) as client,
         client.stream(PROMPT, max_tokens=4000, ignore_eos=True, deadline_s=3600.0) as stream,
     ):
         deltas = iter(stream)

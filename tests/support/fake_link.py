@@ -22,8 +22,11 @@ class FakeLink(AsyncRedisLink):
         self.is_away = False
         self.num_calls = 0
         self.values: dict[bytes, bytes] = {}
+        self.touched: list[bytes] = []
         self.sets: dict[bytes, set[bytes]] = {}
         self.hashes: dict[bytes, dict[bytes, bytes]] = {}
+        # As they were said last; nothing expires.
+        self.ttls_ms: dict[bytes, int] = {}
 
     async def call(self, *commands: Command, timeout_s: float = 0.05) -> list[Any] | None:
         if self.is_away:
@@ -40,11 +43,21 @@ class FakeLink(AsyncRedisLink):
             case "SET", key, value, *_:
                 self.values[key] = value
                 return b"OK"
+            case "TOUCH", *keys:
+                self.touched.extend(keys)
+                return sum(key in self.values for key in keys)
             case "DEL", *keys:
                 return sum(self._remove(key) for key in keys)
             case "HSET", key, *pairs:
-                self.hashes.setdefault(key, {}).update(zip(pairs[::2], pairs[1::2], strict=True))
-                return len(pairs) // 2
+                fields = self.hashes.setdefault(key, {})
+                num_before = len(fields)
+                fields.update(zip(pairs[::2], pairs[1::2], strict=True))
+                return len(fields) - num_before
+            case "HGETALL", key:
+                return [part for pair in self.hashes.get(key, {}).items() for part in pair]
+            case "PEXPIRE", key, ttl_ms:
+                self.ttls_ms[key] = ttl_ms
+                return 1
             case "HKEYS", key:
                 return list(self.hashes.get(key, {}))
             case "SADD", key, *members:

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import grpc
 
-from shoal.errors import SessionNotFound, ShoalError
+from shoal.errors import RequestNotFound, SessionNotFound, ShoalError
 from shoal.rpc import SERVER_OPTIONS, stream, unary
 from shoal.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
 from tests.support.server_thread import ServerThread
@@ -62,15 +62,23 @@ class FakeOrchestrator(
     inference_pb2_grpc.InferenceServiceServicer,
     admin_pb2_grpc.AdminServiceServicer,
 ):
-    """Answers every Generate with the next script (the last one again and again), and keeps the requests."""
+    """Answers every Generate with the next script (the last one again and again), and keeps the requests.
+
+    resume_scripts: what each Resume is answered with; without one left there is nothing to resume.
+    """
 
     def __init__(self, scripts: Sequence[Script], status: admin_pb2.GetStatusResponse | ShoalError) -> None:
         self.scripts = list(scripts)
         self.status = status
         self.requests: list[inference_pb2.GenerateRequest] = []
+        self.resume_scripts: list[Script] = []
+        self.resumes: list[inference_pb2.ResumeRequest] = []
         self.deadlines_s: list[float | None] = []
         self.explanation: admin_pb2.ExplainResponse | ShoalError = admin_pb2.ExplainResponse(request_id="r-1")
         self.explained: list[str] = []
+        self.drain: admin_pb2.DrainResponse | ShoalError = admin_pb2.DrainResponse()
+        self.drained: list[str] = []
+        self.cordons: list[tuple[str, bool]] = []
         self.anticipated: list[inference_pb2.AnticipateRequest] = []
         self.warmed: list[admin_pb2.WarmRequest] = []
         self.sessions = [
@@ -90,6 +98,21 @@ class FakeOrchestrator(
         self.requests.append(request)
         self.deadlines_s.append(context.time_remaining())
         script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
+        async for response in self._play(script):
+            yield response
+
+    @stream
+    async def Resume(  # noqa: N802
+        self, request: inference_pb2.ResumeRequest, context: Context
+    ) -> AsyncGenerator[inference_pb2.ResumeResponse, None]:
+        self.resumes.append(request)
+        self.deadlines_s.append(context.time_remaining())
+        if not self.resume_scripts:
+            raise RequestNotFound(f"there is no request {request.request_id!r}")
+        async for response in self._play(self.resume_scripts.pop(0)):
+            yield inference_pb2.ResumeResponse(response=response)
+
+    async def _play(self, script: Script) -> AsyncIterator[inference_pb2.GenerateResponse]:
         try:
             for entry in script:
                 if isinstance(entry, Exception):
@@ -134,6 +157,22 @@ class FakeOrchestrator(
         if isinstance(self.explanation, ShoalError):
             raise self.explanation
         return self.explanation
+
+    @unary
+    async def Drain(  # noqa: N802
+        self, request: admin_pb2.DrainRequest, context: Context
+    ) -> admin_pb2.DrainResponse:
+        self.drained.append(request.worker_id)
+        if isinstance(self.drain, ShoalError):
+            raise self.drain
+        return self.drain
+
+    @unary
+    async def Cordon(  # noqa: N802
+        self, request: admin_pb2.CordonRequest, context: Context
+    ) -> admin_pb2.CordonResponse:
+        self.cordons.append((request.worker_id, request.is_cordoned))
+        return admin_pb2.CordonResponse()
 
     @unary
     async def Warm(  # noqa: N802

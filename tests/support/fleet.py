@@ -14,11 +14,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from orchestrator import membership
-from orchestrator.app import Orchestrator
+from orchestrator.app import SESSIONS_FILE, Orchestrator
+from orchestrator.core.figures import FleetFigures, LinkFigures
+from orchestrator.measuring import Measuring
 from shoal import AsyncClient
 from shoal.config import OrchestratorConfig, WorkerConfig
 from shoal.errors import ConnectionFailed
@@ -31,6 +34,7 @@ WAIT_S = 15.0
 # Between two looks at the fleet: there is nothing to be told by.
 LOOK_S = 0.01
 MODEL = "tiny"
+UNMEASURED = FleetFigures((), default_link=LinkFigures(0.0))
 
 
 def make_device(
@@ -94,9 +98,9 @@ class LocalFleet:
         self.workers[worker_id] = _run(agent.run)
         return self.workers[worker_id]
 
-    def another_client(self) -> AsyncClient:
+    def another_client(self, *, resume_s: float = 0.0) -> AsyncClient:
         """A client with a connection of its own, to be closed by whoever wants it."""
-        return AsyncClient(self.address, WAIT_S)
+        return AsyncClient(self.address, WAIT_S, resume_s=resume_s)
 
     async def restart_orchestrator(self) -> None:
         await self.orchestrator.end()
@@ -141,17 +145,24 @@ def _run(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> Running:
 
 
 class HeldFetch:
-    """Holds the first blob that any worker fetches from now on until it may go on; those after it are let through."""
+    """Holds the first blob that any worker fetches from now on until it may go on; those after it are let through.
+
+    is_given_up: nobody wants the blob that is held any more.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.is_held, self.may_go_on = asyncio.Event(), asyncio.Event()
+        self.is_held, self.may_go_on, self.is_given_up = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._read_chunks = membership._read_chunks
         monkeypatch.setattr(membership, "_read_chunks", self._hold_first)
 
     async def _hold_first(self, path: Path, offset: int) -> AsyncGenerator[bytes, None]:
         if not self.is_held.is_set():
             self.is_held.set()
-            await self.may_go_on.wait()
+            try:
+                await self.may_go_on.wait()
+            except asyncio.CancelledError:
+                self.is_given_up.set()
+                raise
         async for chunk in self._read_chunks(path, offset):
             yield chunk
 
@@ -168,9 +179,14 @@ async def start_fleet(
     devices: Sequence[DeviceProfile] = (),
     *,
     use_sockets: bool = True,
+    is_measured: bool = False,
     **options: Any,
 ) -> AsyncIterator[LocalFleet]:
-    """Serve the model of a store with these devices, w0, w1, ...; options are those of OrchestratorConfig."""
+    """Serve the model of a store with these devices, w0, w1, ...; options are those of OrchestratorConfig.
+
+    Unless is_measured, devices are placed by their profiles: a device computes a tiny model faster than it hands half of it
+    on, so that measured it would be left alone with all of it.
+    """
     defaults = {
         "port": free_port(),
         "model": MODEL,
@@ -179,9 +195,15 @@ async def start_fleet(
         "drain_s": 5.0,
     }
     config = OrchestratorConfig(home=store, use_sockets=use_sockets, **{**defaults, **options})
+    # Tests share a store, but not what was said.
+    (store / SESSIONS_FILE).unlink(missing_ok=True)
     problems: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, problem: problems.append(problem))
-    fleet = LocalFleet(home, config, _run(Orchestrator(config).run), AsyncClient(f"127.0.0.1:{config.port}", WAIT_S))
+    # It resumes nothing: tests are to see what breaks off.
+    client = AsyncClient(f"127.0.0.1:{config.port}", WAIT_S, resume_s=0.0)
+    placed_by = patch.object(Measuring, "figures", Measuring.figures if is_measured else lambda _: UNMEASURED)
+    placed_by.start()
+    fleet = LocalFleet(home, config, _run(Orchestrator(config).run), client)
     try:
         await fleet.until(lambda _: True)
         for index, device in enumerate(devices):
@@ -191,6 +213,7 @@ async def start_fleet(
         yield fleet
     finally:
         await fleet.close()
+        placed_by.stop()
         # A task that nobody waits for shows its error only when it is collected.
         gc.collect()
         asyncio.get_running_loop().set_exception_handler(None)

@@ -59,7 +59,30 @@ def test_json_is_exactly_one_object(run: Run, server: FakeServer) -> None:
         "num_preemptions": 0,
         "cache": {"cached_tokens": 0, "from_redis_tokens": 0, "codec": "", "is_exact": True},
         "dropped_tokens": 0,
+        "num_recoveries": 0,
+        "has_changed_kernels": False,
+        "num_resumes": 0,
     }
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({}, ", resumed once after its stream broke off; "),
+        (
+            {"num_recoveries": 2, "has_changed_kernels": True},
+            ", recovered 2 times from the loss of a device, on a processor of another kind (near-ties may have fallen "
+            "differently), resumed once after its stream broke off; ",
+        ),
+    ],
+)
+def test_an_answer_says_what_it_outlived(run: Run, fields: dict[str, Any], told: str) -> None:
+    with FakeServer([accepted(), delta(0, "Hel", [10]), NotReady("going down")]) as server:
+        server.orchestrator.resume_scripts.append([accepted(), delta(1, "lo", [11]), finished(**fields)])
+        outcome = run("generate", "hi", "--server", server.address)
+
+    assert outcome.out == "Hello\n"
+    assert f"tokens/s{told}request r-1" in outcome.err
 
 
 def test_raw_continues_the_text_without_a_chat(run: Run, server: FakeServer) -> None:
@@ -325,7 +348,7 @@ def test_up_with_a_comma_too_many_says_that_a_device_has_no_name(run: Run) -> No
     outcome = run("up", "--devices", "phone,,tablet", "--port", "0")
 
     assert (outcome.code, outcome.out, outcome.err.count("\n")) == (1, "", 1)
-    assert outcome.err.startswith("error: there is no device profile ''; shipped are host, laptop, phone, tablet")
+    assert outcome.err.startswith("error: there is no device profile ''; shipped are edge-box, flagship-phone, host")
 
 
 @pytest.mark.parametrize(

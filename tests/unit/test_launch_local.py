@@ -7,12 +7,13 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from launch.local import Child, LocalFleet, to_flags, to_toml
+from launch.local import MAX_DEATHS, STEADY_S, Child, LocalFleet, to_flags, to_toml
 from launch.profiles import SHIPPED, load_profile
 from shoal.config import Config, OrchestratorConfig, WorkerConfig
 from shoal.errors import ConfigError, LaunchFailed
@@ -267,6 +268,87 @@ def test_children_stop_in_order_and_those_that_do_not_are_killed(
 
     assert (orchestrator.process.returncode, worker.process.returncode) == (0, -signal.SIGKILL)
     assert fleet.children == []
+
+
+class Dying:
+    """A fleet whose orchestrator dies whenever it is told to, by a clock of its own. args: of those started again."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.fleet = LocalFleet(OrchestratorConfig(home=folder, port=0), ["phone", "tablet"], clock=lambda: self.now)
+        self.args: list[list[str]] = []
+        self._folder = folder
+        monkeypatch.setattr(self.fleet, "_spawn", self._spawn)
+        self.fleet.children.append(self._spawn("orchestrator", []))
+        self.args.clear()
+        self.fleet.children.extend(make_child(name, "input()", folder) for name in ("phone-1", "tablet-1"))
+
+    def _spawn(self, name: str, args: list[str], **_: object) -> Child:
+        self.args.append(args)
+        return make_child(name, "input()", self._folder)
+
+    def kill(self, index: int = 0) -> None:
+        self.fleet.children[index].process.kill()
+        self.fleet.children[index].process.wait()
+
+
+@pytest.fixture
+def dying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Dying]:
+    dying = Dying(tmp_path, monkeypatch)
+    yield dying
+    dying.fleet.stop()
+
+
+def test_an_orchestrator_that_runs_is_left_alone(dying: Dying) -> None:
+    assert dying.fleet.revive() == ""
+
+
+def test_an_orchestrator_that_was_killed_is_started_again_for_the_workers_that_are_left(dying: Dying) -> None:
+    dying.now = 100.0
+    dying.kill(2)
+    dying.kill()
+
+    assert "orchestrator was ended by SIGKILL; it is started again" in dying.fleet.revive()
+    assert dying.fleet.revive() == ""
+    (args,) = dying.args
+    assert "--expect-workers=1" in args
+    assert f"--port={dying.fleet.config.port}" in args
+    assert [child.name for child in dying.fleet.children] == ["orchestrator", "phone-1", "tablet-1"]
+    assert [child.name for child in dying.fleet.ended()] == ["tablet-1"]
+
+
+def test_an_orchestrator_that_keeps_dying_is_started_again_ever_later_and_then_no_more(dying: Dying) -> None:
+    started_at: list[float] = []
+    dying.now = 100.0
+    dying.kill()
+    while len(started_at) < MAX_DEATHS:
+        if dying.fleet.revive():
+            started_at.append(dying.now)
+            dying.kill()
+        dying.now += 0.5
+        assert dying.now < 200.0
+
+    assert started_at == [100.0, 101.5, 104.0, 107.5]
+    with pytest.raises(LaunchFailed, match="orchestrator was ended by SIGKILL"):
+        dying.fleet.revive()
+
+
+def test_an_orchestrator_that_was_well_for_long_is_started_again_at_once(dying: Dying) -> None:
+    for _ in range(2 * MAX_DEATHS):
+        dying.now += STEADY_S + 1
+        dying.kill()
+        assert dying.fleet.revive() != ""
+
+
+def test_an_orchestrator_that_was_told_to_end_is_not_started_again(dying: Dying) -> None:
+    pipe = dying.fleet.children[0].process.stdin
+    assert pipe is not None
+    pipe.write(b"\n")
+    pipe.close()
+    dying.fleet.children[0].process.wait()
+
+    with pytest.raises(LaunchFailed, match="orchestrator ended with exit code 0"):
+        dying.fleet.revive()
 
 
 def test_a_fleet_whose_orchestrator_fails_says_why(tmp_path: Path) -> None:
