@@ -9,6 +9,7 @@ import typer
 from cli.ask import DEFAULT_SERVER, Server, Tenant
 from cli.columns import short_time
 from cli.terminal import say, write_json
+from shoal.errors import SessionNotFound
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -41,6 +42,28 @@ def list_sessions(
         say(session_table(sessions))
 
 
+@app.command("show")
+def show_session(
+    session_id: Annotated[str, typer.Argument(help="Its name, as in the list.")],
+    tenant: Tenant = None,
+    json: Annotated[bool, typer.Option("--json", help="Print it as one JSON object.")] = False,
+    server: Server = DEFAULT_SERVER,
+) -> None:
+    """Show one session: its turns, its tokens, and how many of them have KV that is kept."""
+    from shoal.client import Client
+
+    with Client(server, timeout_s=TIMEOUT_S) as client:
+        found = [one for one in client.sessions(tenant or "") if one.session_id == session_id]
+    if not found:
+        raise SessionNotFound(
+            f"there is no session {session_id!r}; `shoal sessions list` shows which there are", field="session_id"
+        )
+    if json:
+        write_json(found[0])
+    else:
+        say(describe(found[0]))
+
+
 @app.command("delete")
 def delete_session(
     session_id: Annotated[str, typer.Argument(help="Its name, as in the list.")],
@@ -54,6 +77,14 @@ def delete_session(
         deleted = client.delete_session(session_id, tenant or "")
     shared = f"; {deleted.num_blocks_shared} are used by others and stay" if deleted.num_blocks_shared else ""
     say(f"session {session_id} is deleted, with {deleted.num_blocks_deleted} blocks of KV{shared}")
+
+
+def describe(session: SessionStatus) -> str:
+    kept = f"{session.kept_tokens} of them with KV that is kept" if session.kept_tokens else "none with KV that is kept"
+    return (
+        f"{session.session_id}: {session.num_turns} turns, {session.num_tokens} tokens, {kept}; "
+        f"last used {short_time(session.idle_s)} ago, ends in {short_time(session.expires_in_s)} if it is not used"
+    )
 
 
 def session_table(sessions: tuple[SessionStatus, ...]) -> Table:

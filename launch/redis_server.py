@@ -174,8 +174,8 @@ class EmbeddedRedis:
             "unixsocketperm": "700",
             "dir": str(self._data_dir),
             "maxmemory": str(self._max_bytes),
-            # Sessions have no TTL and stay; KV has one.
-            "maxmemory-policy": "volatile-lfu",
+            # Sessions have no TTL and stay; KV has one. What was not used for long goes as whole prefixes (ADR 13).
+            "maxmemory-policy": "volatile-lru",
             "maxmemory-samples": "10",
             "appendonly": "yes",
             "appendfsync": "everysec",

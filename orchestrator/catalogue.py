@@ -1,12 +1,15 @@
 """What Redis holds of KV blocks: how much of a prompt could be fetched, and the deletion of blocks.
 
-Reads the manifests that workers write after the values; knows no bytes of KV. An answer is a belief: what is there now may
-be evicted before it is fetched. No trouble with Redis is an error here, and none takes longer than a lookup may. Called by
-`server` and `conversations`.
+Reads the manifests that workers write after the values; knows no bytes of KV. Has what a prompt begins with count as used,
+all of it: Redis evicts what was not used for longest, and a prefix is worth nothing without its head. An answer is a belief:
+what is there now may be evicted before it is fetched. No trouble with Redis is an error here, and none takes longer than a
+lookup may. Called by `server` and `conversations`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 from collections.abc import Iterable, Sequence
 
 from shoal.kv import BlockHash, layer_key
@@ -21,6 +24,8 @@ DELETE_TIMEOUT_S = 1.0
 _DELETE_BATCH = 64
 # Of a layer's number; longer ones take time to read, or are refused by Python.
 MAX_DIGITS = 9
+# Nobody waits for it.
+TOUCH_TIMEOUT_S = 1.0
 
 
 class Catalogue:
@@ -29,6 +34,7 @@ class Catalogue:
     def __init__(self, link: AsyncRedisLink | None, num_layers: int) -> None:
         self._link = link
         self._num_layers = num_layers
+        self._touching: asyncio.Task[object] | None = None
 
     @property
     def has_redis(self) -> bool:
@@ -42,10 +48,15 @@ class Catalogue:
         manifests = await self._link.hkeys_many(
             [block_manifest_key(block) for block in blocks], timeout_s=LOOKUP_TIMEOUT_S
         )
-        for count, fields in enumerate(manifests or ()):
-            if not _covers(fields, self._num_layers):
-                return count
-        return len(manifests or ())
+        whole = list(itertools.takewhile(lambda fields: _covers(fields, self._num_layers), manifests or ()))
+        named = zip(blocks, whole, strict=False)
+        self._touch(self._link, [key for block, fields in named for key in _keys(block, fields)])
+        return len(whole)
+
+    def _touch(self, link: AsyncRedisLink, values: Sequence[bytes]) -> None:
+        """Have values count as used now, though workers may have those of the first blocks in memory and not read them."""
+        if values and (self._touching is None or self._touching.done()):
+            self._touching = asyncio.create_task(link.call(("TOUCH", *values), timeout_s=TOUCH_TIMEOUT_S))
 
     async def delete(self, blocks: Sequence[BlockHash]) -> bool:
         """Delete blocks, their manifests first, so that no manifest promises what is gone; False if Redis is away."""
@@ -62,12 +73,13 @@ class Catalogue:
         manifests = await link.hkeys_many(manifest_keys, timeout_s=DELETE_TIMEOUT_S)
         if manifests is None:
             return False
-        values = [
-            block_value_key(layer_key(block, layers))
-            for block, fields in zip(blocks, manifests, strict=True)
-            for layers in _layer_ranges(fields)
-        ]
+        values = [key for block, fields in zip(blocks, manifests, strict=True) for key in _keys(block, fields)]
         return await link.delete(*manifest_keys, *values, timeout_s=DELETE_TIMEOUT_S) is not None
+
+
+def _keys(block: BlockHash, fields: Iterable[bytes]) -> list[bytes]:
+    """Of the values that a manifest names."""
+    return [block_value_key(layer_key(block, layers)) for layers in _layer_ranges(fields)]
 
 
 def _covers(fields: Iterable[bytes], num_layers: int) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shoal.errors import InvalidRequest
@@ -28,8 +29,9 @@ class SessionKey:
 class Session:
     """A conversation: all its tokens, the last answer's without a stop token.
 
-    blocks: its leading full blocks whose KV was computed as a prompt and handed to the tiers. Times are seconds of the wall
-    clock.
+    blocks: its leading full blocks whose KV was computed as a prompt and handed to the tiers. life: how often its name was
+    deleted before, as far as that is not forgotten. Times are seconds of the wall clock.
+    One without a turn is new, or deleted: then its blocks are those that are still to be deleted.
     """
 
     key: SessionKey
@@ -40,6 +42,17 @@ class Session:
     created_at: float = 0.0
     used_at: float = 0.0
     expires_at: float = 0.0
+    life: int = 0
+
+    @property
+    def is_deleted(self) -> bool:
+        return self.num_turns == 0
+
+    @property
+    def version(self) -> tuple[float, ...]:
+        """Of two records of a session, that with the greater version is the newer one."""
+        # Settling adds blocks, and deleting takes them away.
+        return (self.life, self.num_turns, self.used_at, -len(self.blocks) if self.is_deleted else len(self.blocks))
 
     def pack(self) -> bytes:
         header = json.dumps(
@@ -52,6 +65,7 @@ class Session:
                 "created_at": self.created_at,
                 "used_at": self.used_at,
                 "expires_at": self.expires_at,
+                "life": self.life,
             }
         ).encode()
         body = header + struct.pack(f"<{len(self.token_ids)}I", *self.token_ids) + b"".join(self.blocks)
@@ -85,4 +99,26 @@ def _unpacked(packed: bytes) -> Session:
         created_at=header["created_at"],
         used_at=header["used_at"],
         expires_at=header["expires_at"],
+        life=header.get("life", 0),
     )
+
+
+def readable(key: SessionKey, packed: bytes | None) -> Session | None:
+    """The same, but None for what is not there or damaged."""
+    try:
+        return None if packed is None else unpack(key, packed)
+    except InvalidRequest:
+        return None
+
+
+def newest(key: SessionKey, records: Iterable[bytes | None]) -> bytes | None:
+    """Of the records of a session the newest; one that is damaged only if there is no other."""
+    different = {record for record in records if record is not None}
+    if len(different) <= 1:
+        return next(iter(different), None)
+
+    def version(record: bytes) -> tuple[float, ...]:
+        session = readable(key, record)
+        return () if session is None else session.version
+
+    return max(different, key=version)

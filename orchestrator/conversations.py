@@ -28,7 +28,7 @@ from shoal.types import FinishReason, KVReuse
 
 logger = logging.getLogger(__name__)
 
-# Between two looks at what waits for Redis; every so many of them, at what has expired.
+# Between two looks at what waits for a home; every so many of them, at what has expired.
 TEND_S = 5.0
 EXPIRE_EVERY = 120
 
@@ -84,13 +84,12 @@ class Conversations:
             # Also if the client leaves meanwhile.
             undo.callback(self.leave, turn)
             if session.expires_at <= self._store.now():
-                await self._erase(session)
-                turn.session = self._store.blank(key)
+                turn.session, _ = await self._erase(session)
             undo.pop_all()
         return turn
 
     async def history(self, key: SessionKey) -> tuple[int, ...]:
-        """The tokens of a session so far; none if there is no such session, or Redis alone could tell and is away."""
+        """The tokens of a session so far; none if there is no such session, or nobody who could tell answers."""
         session = await self._store.peek(key)
         return () if session is None else session.token_ids
 
@@ -103,7 +102,7 @@ class Conversations:
     def end(
         self, turn: Turn, sequence: AnswerSequence, answer_token_ids: Sequence[int], why: FinishReason
     ) -> asyncio.Task[None]:
-        """Take over what a turn leaves; the next one may begin at once. The task ends when it is written, or Redis away."""
+        """Take over what a turn leaves; the next one may begin at once. The task ends when all is written that can be."""
         answer = tuple(answer_token_ids)
         if why is FinishReason.STOP and answer and answer[-1] in sequence.stop_ids:
             answer = answer[:-1]
@@ -127,7 +126,8 @@ class Conversations:
     async def _save(self, session: Session, left_out: Sequence[BlockHash], kv_reuse: KVReuse) -> None:
         await self._store.write(session.key)
         if left_out:
-            with contextlib.suppress(SessionUnavailable):  # they go with their TTL
+            with contextlib.suppress(SessionUnavailable):
+                # Those that cannot be deleted now go with their TTL.
                 await self._erase_blocks(session.key, left_out)
         if kv_reuse is not KVReuse.NONE:
             self._settle(session, kv_reuse)
@@ -163,32 +163,33 @@ class Conversations:
         self._warmer.abort_settling(key)
         session = await self._store.take(key)
         try:
-            return await self._erase(session)
+            _, deletion = await self._erase(session)
         finally:
             self._store.release(key)
+        return deletion
 
-    async def _erase(self, session: Session) -> Deletion:
-        """Blocks first: a session that is gone does not know them any more, and deleting can be tried again."""
-        num_deleted = await self._erase_blocks(session.key, session.blocks)
-        await self._store.delete(session.key)
-        logger.info(
-            "session_deleted session=%r tenant=%r blocks=%d", session.key.session_id, session.key.tenant, num_deleted
-        )
-        return Deletion(num_deleted, len(session.blocks) - num_deleted)
+    async def _erase(self, session: Session) -> tuple[Session, Deletion]:
+        """Delete a session and its blocks; what Redis has of them as soon as it is there, see `tend`.
 
-    async def _erase_blocks(self, key: SessionKey, blocks: Sequence[BlockHash]) -> int:
-        """Delete those blocks of a session that nobody else has; returns how many. Raises SessionUnavailable."""
+        Blocks first: a session that is gone does not know them any more. Returns what is left of the session.
+        """
+        key, num_blocks = session.key, len(session.blocks)
+        own, are_erased = await self._erase_blocks(key, session.blocks)
+        left = await self._store.delete(session, () if are_erased else own)
+        logger.info("session_deleted session=%r tenant=%r blocks=%d", key.session_id, key.tenant, len(own))
+        return left, Deletion(len(own), num_blocks - len(own))
+
+    async def _erase_blocks(self, key: SessionKey, blocks: Sequence[BlockHash]) -> tuple[list[BlockHash], bool]:
+        """Delete those blocks of a session that nobody else has; which they are, and whether no home has them any more.
+
+        Raises SessionUnavailable if it cannot be told who else has them.
+        """
         others = await self._store.sessions(key.tenant)
         shared = {block for other in others if other.key != key for block in other.blocks}
         own = [block for block in blocks if not self._is_shared(block, shared)]
         self._engine.forget_blocks(own)
         self._likely.forget(key.tenant, own)
-        if not await self._catalogue.delete(own):
-            raise SessionUnavailable(
-                f"the blocks of session {key.session_id!r} cannot be deleted: Redis does not answer now",
-                retry_after_s=TEND_S,
-            )
-        return len(own)
+        return own, self._catalogue.has_redis and await self._catalogue.delete(own)
 
     def _is_shared(self, block: BlockHash, of_others: set[BlockHash]) -> bool:
         return block in of_others or self._names.is_public(block) or self._warmer.is_pinned(block)
@@ -196,26 +197,36 @@ class Conversations:
     # What time brings
 
     async def watch(self) -> None:
-        """Keep in step with Redis and delete what has expired, until cancelled."""
+        """Keep what is stored in step and delete what has expired, until cancelled."""
         for count in itertools.count():
             await self.tend(is_expiring=count % EXPIRE_EVERY == 0)
             await asyncio.sleep(TEND_S)
 
     async def tend(self, *, is_expiring: bool) -> None:
-        """Write what waits for Redis; is_expiring: delete sessions whose time is over."""
-        await self._store.tend()
+        """Write what waits for a home; is_expiring: delete sessions whose time is over."""
         await self._names.tend()
         try:
+            await self._store.tend()
+            for session in await self._store.deletions():
+                await self._go_on_deleting(session)
             for key in await self._store.expired() if is_expiring else ():
                 await self.delete(key)
         except ShoalError as error:
-            # Redis is away, or a turn began meanwhile: the next look will tell.
-            logger.info("sessions_not_expired reason=%s", error.reason)
+            # No home answers, or a turn began meanwhile: the next look will tell.
+            logger.info("sessions_not_tended reason=%s", error.reason)
+
+    async def _go_on_deleting(self, session: Session) -> None:
+        """Delete what Redis, which was away, still has of a deleted session."""
+        _, are_erased = await self._erase_blocks(session.key, session.blocks)
+        if are_erased and self._store.is_newest(session):
+            self._store.keep(replace(session, blocks=()))
+            await self._store.write(session.key)
 
     async def stop(self) -> None:
-        """Settle no more, and wait until what was said is written, as far as Redis takes it."""
+        """Settle no more, and wait until what was said is written, as far as its homes take it."""
         await self._warmer.stop()
         await asyncio.gather(*self._saving)
-        await self._store.tend()
+        with contextlib.suppress(SessionUnavailable):
+            await self._store.tend()
         if self._store.num_unsaved:
-            logger.warning("sessions_lost count=%d: Redis did not take them", self._store.num_unsaved)
+            logger.warning("sessions_lost count=%d: neither file nor Redis took them", self._store.num_unsaved)

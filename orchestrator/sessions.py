@@ -1,65 +1,78 @@
-"""Conversations that are kept between requests: in Redis where there is one, else in memory.
+"""Conversations that are kept between requests: in a file in the orchestrator's home, and in Redis where there is one.
 
-Owns what is stored of sessions, who of them has a turn that is being answered, and how many there may be. In memory they
-live as long as the orchestrator. While Redis is away, sessions in memory go on and new ones are begun there, to be written
-later; one that only Redis can have is refused, for a lost conversation is worse than an error. Knows no engine and no text.
-Called by `conversations`.
+Owns which record of a session counts, who of them has a turn that is being answered, and how many there may be. Each turn
+is written to both homes; where they differ, the record with more turns counts, and the other home gets it. So a home may be
+away, from the start on, without a request being refused. Knows no engine and no text. Called by `conversations`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import math
 import time
+from asyncio import Lock
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
-from orchestrator.conversation import Session, SessionKey, unpack
+from orchestrator.conversation import Session, SessionKey, newest, readable, unpack
+from orchestrator.session_homes import FileHome, RedisHome, SessionHome
 from shoal.errors import InvalidRequest, SessionBusy, SessionNotFound, SessionUnavailable, TooManySessions
-from shoal.redis_link import AsyncRedisLink, session_index_key, session_key
+from shoal.kv import BlockHash
 
 # Bound what clients can make the orchestrator keep; a session takes about five bytes a token.
 MAX_SESSIONS_OF_TENANT = 1000
 MAX_SESSIONS = 10_000
-# Of sessions that Redis has too; they serve when it is away.
+# Of sessions that a home has too; they serve when it is away.
 MAX_REMEMBERED = 256
-# Longer than a lookup in a cache may take, for here an error is the other way out.
-TIMEOUT_S = 0.5
 RETRY_S = 2.0
 # Records that are asked for at once: a few hundred kilobytes.
 _BATCH = 32
-_TENANTS_KEY = b"shoal:session-tenants"
+
+
+@dataclass(slots=True)
+class _Copies:
+    """What a home has. lacking: sessions of which it has no record, or an old one, as far as is known."""
+
+    home: SessionHome
+    lacking: set[SessionKey] = field(default_factory=set)
 
 
 class SessionStore:
     """The sessions of one model.
 
-    Invariants: what waits to be written is in memory; without Redis nothing waits, and all that is known is in memory; what
-    is in memory is known. At most one turn of a session is under way.
+    Invariants: what every home lacks is in memory; without homes all sessions are. What is in memory is known, unless it
+    is deleted. At most one turn of a session is under way.
     """
 
     def __init__(
-        self, link: AsyncRedisLink | None, model_digest: str, ttl_s: float, clock: Callable[[], float] = time.time
+        self,
+        file: FileHome | None,
+        redis: RedisHome | None,
+        model_digest: str,
+        ttl_s: float,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         """clock: seconds of the wall clock, which a restart does not set back."""
-        self._link = link
+        self._file = file
+        self._redis = redis
+        self._copies = [_Copies(home) for home in (file, redis) if home is not None]
         self._model_digest = model_digest
         self._ttl_s = ttl_s
         self._clock = clock
         self._busy: set[SessionKey] = set()
         # The session used last is last.
         self._memory: OrderedDict[SessionKey, bytes] = OrderedDict()
-        self._unsaved: set[SessionKey] = set()
+        # Those in memory that are deleted, of which somebody does not know yet.
+        self._deleted: set[SessionKey] = set()
         self._known: dict[str, set[str]] = {}
-        # Whether Redis was asked for all ids once: from then on an unknown id is new, also while it is away.
-        self._knows_all = link is None
-        self._writing = asyncio.Lock()
+        # Whether all homes answered at the last look, and at any.
+        self._is_whole = self._was_whole = False
+        self._writing = Lock()
 
     @property
     def num_unsaved(self) -> int:
-        return len(self._unsaved)
+        """Sessions that no home has taken yet."""
+        return len(self._unsaved())
 
     def now(self) -> float:
         return self._clock()
@@ -69,13 +82,15 @@ class SessionStore:
     async def begin(self, key: SessionKey) -> Session:
         """Take a session for a turn, until `release`; one that is not there begins now.
 
-        Raises SessionBusy, SessionUnavailable, TooManySessions, and InvalidRequest for a session of another model.
+        Raises SessionBusy, TooManySessions, InvalidRequest for a session of another model, and SessionUnavailable if there
+        are homes, but none that can be asked.
         """
         with self._taken(key) as undo:
-            session = await self._load(key)
-            if session is None:
+            packed = await self._find(key)
+            session = self.blank(key) if packed is None else unpack(key, packed)
+            if session.is_deleted:
                 await self._check_room(key.tenant)
-                session = self.blank(key)
+                session = replace(self.blank(key), life=session.life)
             if session.model_digest != self._model_digest:
                 raise InvalidRequest(
                     "session_id", f"{key.session_id!r} was held with another model; delete it or take another id"
@@ -86,13 +101,12 @@ class SessionStore:
     async def peek(self, key: SessionKey) -> Session | None:
         """A session as it is now, whoever is at work on it; None if there is none to go on with, or none can be had now."""
         try:
-            packed = await self._find(key)
+            session = readable(key, await self._find(key))
         except SessionUnavailable:
             return None
-        session = None if packed is None else _readable(key, packed)
-        if session is None or session.model_digest != self._model_digest or session.expires_at <= self._clock():
+        if session is None or session.is_deleted or session.model_digest != self._model_digest:
             return None
-        return session
+        return session if session.expires_at > self._clock() else None
 
     def blank(self, key: SessionKey) -> Session:
         """A conversation without a turn."""
@@ -112,36 +126,24 @@ class SessionStore:
         return session.key not in self._busy and self._memory.get(session.key) == session.pack()
 
     def keep(self, session: Session) -> None:
-        """Take over what a session has become, in memory; `write` brings it to Redis."""
-        if self._link is not None:
-            self._unsaved.add(session.key)
+        """Take over what a session has become, in memory; `write` brings it to its homes."""
+        for copies in self._copies:
+            copies.lacking.add(session.key)
         self._remember(session.key, session.pack())
 
     async def write(self, key: SessionKey) -> bool:
-        """Write a session that waits for it; False if Redis is away: `tend` tries again."""
+        """Write a session where it is lacking; False if a home is away: `tend` tries again."""
         async with self._writing:
-            if self._link is None or key not in self._unsaved:
-                return True
-            packed = self._memory[key]
-            # The record first: what is listed can be read.
-            is_written = (
-                await self._link.set(_record_key(key), packed, None, timeout_s=TIMEOUT_S)
-                and await self._link.sadd(session_index_key(key.tenant), key.session_id.encode()) is not None
-                and await self._link.sadd(_TENANTS_KEY, key.tenant.encode()) is not None
-            )
-            if is_written and self._memory.get(key) is packed:
-                self._unsaved.discard(key)
-                self._forget_some()
-            return bool(is_written)
+            return await self._bring(key, self._copies)
 
     # Listing, deleting, and what time brings
 
     async def sessions(self, tenant: str) -> list[Session]:
-        """All sessions of a tenant that can be read, by id. Raises SessionUnavailable if Redis is away."""
+        """All sessions of a tenant that can be read, by id. Raises SessionUnavailable as begin does."""
         if not await self._refresh([tenant]):
             raise _unavailable("sessions cannot be listed")
         keys = [SessionKey(tenant, session_id) for session_id in sorted(self._known.get(tenant, ()))]
-        return [session for session in await self._read(keys) if session is not None]
+        return [session for session in await self._read(keys) if not session.is_deleted]
 
     async def take(self, key: SessionKey) -> Session:
         """Take a session to delete it, until `release`; of a damaged one nothing but the key is known.
@@ -150,39 +152,61 @@ class SessionStore:
         """
         with self._taken(key) as undo:
             packed = await self._find(key)
-            if packed is None:
+            session = readable(key, packed)
+            if packed is None or (session is not None and session.is_deleted):
                 raise SessionNotFound(f"tenant {key.tenant!r} has no session {key.session_id!r}", field="session_id")
             undo.pop_all()
-        return _readable(key, packed) or self.blank(key)
+        return session or self.blank(key)
 
-    async def delete(self, key: SessionKey) -> None:
-        """Forget a session everywhere. Raises SessionUnavailable if Redis is away; deleting can be tried again then."""
-        async with self._writing:
-            # The reverse of writing.
-            if self._link is not None and (
-                await self._link.srem(session_index_key(key.tenant), key.session_id.encode()) is None
-                or await self._link.delete(_record_key(key), timeout_s=TIMEOUT_S) is None
-            ):
-                raise _unavailable(f"session {key.session_id!r} cannot be deleted")
-            self._unsaved.discard(key)
-            self._memory.pop(key, None)
-            self._known.get(key.tenant, set()).discard(key.session_id)
+    async def delete(self, session: Session, blocks: Sequence[BlockHash] = ()) -> Session:
+        """Forget a session; a home that is away does so when it is back, also if that is after a restart.
+
+        blocks: those that are still to be deleted. Returns what is left of it. Raises SessionUnavailable if nobody could
+        remember that it is deleted: then it is not.
+        """
+        deleted = replace(self.blank(session.key), life=session.life + 1, blocks=tuple(blocks))
+        before = self._memory.get(session.key)
+        self.keep(deleted)
+        await self.write(session.key)
+        if session.key in self._unsaved() and self._copies:
+            self._forget(session.key)
+            if before is not None:
+                self._remember(session.key, before)
+            raise _unavailable(f"session {session.key.session_id!r} cannot be deleted")
+        return deleted
+
+    async def deletions(self) -> list[Session]:
+        """Deleted sessions of which Redis, if it is there, may still have something."""
+        if self._redis is None or self._file is None or not self._is_whole:
+            return []
+        keys = [key for key in await self._file.deletions(self._clock()) or () if key not in self._busy]
+        deleted = [session for session in await self._read(keys) if session.is_deleted]
+        for session in deleted:
+            self._remember(session.key, session.pack())
+        return deleted
 
     async def tend(self) -> None:
-        """Write what waits to be written, and learn which sessions Redis has, if it is there."""
-        for key in sorted(self._unsaved):
-            if not await self.write(key):
-                return
-        if self._link is not None:
-            tenants = await self._link.smembers(_TENANTS_KEY)
-            self._knows_all |= tenants is not None and await self._refresh(tenant.decode() for tenant in tenants)
+        """Write what is lacking where, and learn which sessions there are, from the homes that are not away."""
+        for copies in self._copies:
+            for key in sorted(copies.lacking):
+                async with self._writing:
+                    if not await self._bring(key, [copies]):
+                        break
+        tenants = [await copies.home.tenants() for copies in self._copies]
+        is_known = await self._refresh(set[str]().union(*(known for known in tenants if known is not None)))
+        before, self._is_whole = self._is_whole, is_known and None not in tenants
+        self._was_whole |= self._is_whole
+        if self._is_whole and not before:
+            # What either of them lacks is written next time.
+            await self._read(self._all_keys())
 
     async def expired(self) -> list[SessionKey]:
         """Sessions whose time is over and that have no turn under way; reads them all. Raises SessionUnavailable."""
-        keys = [SessionKey(tenant, one) for tenant, ids in sorted(self._known.items()) for one in sorted(ids)]
         now = self._clock()
         return [
-            one.key for one in await self._read(keys) if one and one.expires_at <= now and one.key not in self._busy
+            one.key
+            for one in await self._read(self._all_keys())
+            if one.expires_at <= now and not one.is_deleted and one.key not in self._busy
         ]
 
     def _taken(self, key: SessionKey) -> ExitStack:
@@ -198,52 +222,97 @@ class SessionStore:
         undo.callback(self.release, key)
         return undo
 
-    async def _load(self, key: SessionKey) -> Session | None:
-        packed = await self._find(key)
-        return None if packed is None else unpack(key, packed)
+    # Records
 
     async def _find(self, key: SessionKey) -> bytes | None:
         """The newest record of a session, None if there is none; raises SessionUnavailable if that cannot be told."""
-        held = self._memory.get(key)
-        if self._link is None or key in self._unsaved:
-            return held
-        found = await self._link.mget([_record_key(key)], timeout_s=TIMEOUT_S)
-        if found is None:
-            if held is None and (not self._knows_all or key.session_id in self._known.get(key.tenant, ())):
-                raise _unavailable(f"session {key.session_id!r} cannot be looked up")
-            return held
-        stored = found[0]
-        if held is not None and held != stored and _used_at(key, held) > _used_at(key, stored):
-            # A Redis that crashed has lost the end of it; it is written again with what this turn makes of it.
-            self._unsaved.add(key)
-            return held
-        if stored is not None:
-            self._remember(key, stored)
-        return stored
+        found = (await self._records([key])).get(key)
+        if found is not None:
+            self._remember(key, found)
+        return found
 
-    async def _read(self, keys: Sequence[SessionKey]) -> list[Session | None]:
-        """Read many sessions, None for each that is not there or damaged. Raises SessionUnavailable."""
-        packed = {key: self._memory[key] for key in keys if self._link is None or key in self._unsaved}
-        missing = [key for key in keys if key not in packed]
-        for start in range(0, len(missing) if self._link is not None else 0, _BATCH):
-            batch = missing[start : start + _BATCH]
-            assert self._link is not None
-            records = await self._link.mget([_record_key(key) for key in batch], timeout_s=TIMEOUT_S)
-            if records is None:
-                raise _unavailable("sessions cannot be read")
-            packed |= {key: record for key, record in zip(batch, records, strict=True) if record is not None}
-        return [_readable(key, packed.get(key)) for key in keys]
+    async def _read(self, keys: Sequence[SessionKey]) -> list[Session]:
+        """Read many sessions, without those that are not there or damaged. Raises SessionUnavailable."""
+        sessions: list[Session] = []
+        for start in range(0, len(keys), _BATCH):
+            records = await self._records(keys[start : start + _BATCH])
+            found = (readable(key, record) for key, record in records.items())
+            sessions.extend(session for session in found if session is not None)
+        return sessions
+
+    async def _records(self, keys: Sequence[SessionKey]) -> dict[SessionKey, bytes]:
+        """The newest records of sessions, by key in the order given; learns which home lacks them."""
+        answers = [(copies, await copies.home.get(keys)) for copies in self._copies]
+        is_told = not answers or any(held is not None for _, held in answers)
+        found: dict[SessionKey, bytes] = {}
+        for key in keys:
+            in_memory = self._memory.get(key)
+            if in_memory is None and not is_told and not self._is_new(key):
+                raise _unavailable(f"session {key.session_id!r} cannot be looked up")
+            record = newest(key, [in_memory, *(held.get(key) for _, held in answers if held is not None)])
+            if record is None:
+                continue
+            found[key] = record
+            for copies, held in answers:
+                if held is not None:
+                    is_same = self._is_there(copies, key, record, held.get(key))
+                    (copies.lacking.discard if is_same else copies.lacking.add)(key)
+        return found
+
+    def _is_new(self, key: SessionKey) -> bool:
+        """Whether there is no such session for certain, though no home answers now."""
+        return self._was_whole and key.session_id not in self._known.get(key.tenant, ())
+
+    def _is_there(self, copies: _Copies, key: SessionKey, record: bytes, stored: bytes | None) -> bool:
+        """Whether a home has a record, of a deleted session in its own way."""
+        if stored is None and copies.home is self._redis:
+            session = readable(key, record)
+            return session is not None and session.is_deleted
+        return stored == record
+
+    async def _bring(self, key: SessionKey, to: Sequence[_Copies]) -> bool:
+        """Give homes the newest record of a session, where they lack it; False if one did not take it."""
+        try:
+            # A home that was away may turn out to have a newer one than we.
+            record = (await self._records([key])).get(key)
+        except SessionUnavailable:
+            return False
+        session = readable(key, record)
+        if record is None or session is None:
+            return True
+        self._remember(key, record)
+        for copies in to:
+            # All of them, whatever becomes of one.
+            if key in copies.lacking and await copies.home.put(session) and self._memory.get(key) == record:
+                copies.lacking.discard(key)
+        await self._forget_deleted(session)
+        self._forget_some()
+        return not any(key in copies.lacking for copies in to)
+
+    async def _forget_deleted(self, session: Session) -> None:
+        """Forget that a session was deleted, once nobody has anything of it any more."""
+        key = session.key
+        if not session.is_deleted or any(key in copies.lacking for copies in self._copies):
+            return
+        is_over = self._redis is not None and not session.blocks
+        if is_over and self._file is not None and not await self._file.forget(key):
+            return
+        if key in self._deleted:
+            self._forget(key)
 
     async def _refresh(self, tenants: Iterable[str]) -> bool:
-        """Learn the ids of these tenants' sessions; False if Redis is away."""
-        if self._link is None:
-            return True
+        """Learn the ids of these tenants' sessions; False if there are homes, but none that can be asked."""
         for tenant in tenants:
-            members = await self._link.smembers(session_index_key(tenant), timeout_s=TIMEOUT_S)
-            if members is None:
+            answers = [await copies.home.session_ids(tenant) for copies in self._copies]
+            told = [ids for ids in answers if ids is not None]
+            if answers and not told:
                 return False
-            held = {key.session_id for key in self._memory if key.tenant == tenant}
-            self._known[tenant] = held.union(member.decode() for member in members)
+            ids = set[str]().union(*told)
+            # What one home knows is not unknown while another is away.
+            ids |= self._known.get(tenant, set()) if len(told) < len(answers) else set()
+            ids.update(key.session_id for key in self._memory if key.tenant == tenant)
+            ids.difference_update(key.session_id for key in self._deleted if key.tenant == tenant)
+            self._known[tenant] = ids
         return True
 
     async def _check_room(self, tenant: str) -> None:
@@ -259,40 +328,41 @@ class SessionStore:
     def _remember(self, key: SessionKey, packed: bytes) -> None:
         self._memory[key] = packed
         self._memory.move_to_end(key)
-        self._known.setdefault(key.tenant, set()).add(key.session_id)
+        session = readable(key, packed)
+        is_deleted = session is not None and session.is_deleted
+        known = self._known.setdefault(key.tenant, set())
+        (known.discard if is_deleted else known.add)(key.session_id)
+        (self._deleted.add if is_deleted else self._deleted.discard)(key)
         self._forget_some()
 
+    def _forget(self, key: SessionKey) -> None:
+        """Have a session in memory no more."""
+        del self._memory[key]
+        self._deleted.discard(key)
+
+    def _all_keys(self) -> list[SessionKey]:
+        return [SessionKey(tenant, one) for tenant, ids in sorted(self._known.items()) for one in sorted(ids)]
+
+    def _unsaved(self) -> set[SessionKey]:
+        return set.intersection(*(copies.lacking for copies in self._copies)) if self._copies else set()
+
     def _forget_some(self) -> None:
-        """With Redis, keep no more in memory than the sessions used last and those that nobody else has."""
-        excess = len(self._memory) - MAX_REMEMBERED if self._link is not None else 0
-        for key in [key for key in self._memory if key not in self._unsaved][: max(excess, 0)]:
-            del self._memory[key]
+        """With homes, keep no more in memory than the sessions used last and those that nobody else has."""
+        excess = len(self._memory) - MAX_REMEMBERED if self._copies else 0
+        if excess > 0:
+            unsaved = self._unsaved()
+            for key in [key for key in self._memory if key not in unsaved][:excess]:
+                self._forget(key)
 
     def check_invariants(self) -> None:
         """Assert the invariants of the class."""
         known = {SessionKey(tenant, one) for tenant, ids in self._known.items() for one in ids}
-        assert self._unsaved <= self._memory.keys() <= known
-        if self._link is None:
-            assert not self._unsaved
-            assert self._memory.keys() == known
-
-
-def _record_key(key: SessionKey) -> bytes:
-    return session_key(key.tenant, key.session_id)
-
-
-def _readable(key: SessionKey, packed: bytes | None) -> Session | None:
-    try:
-        return None if packed is None else unpack(key, packed)
-    except InvalidRequest:
-        return None
-
-
-def _used_at(key: SessionKey, packed: bytes | None) -> float:
-    """Before all times for what is not there or damaged."""
-    session = _readable(key, packed)
-    return -math.inf if session is None else session.used_at
+        deleted = {key for key, one in self._memory.items() if (session := readable(key, one)) and session.is_deleted}
+        assert self._deleted == deleted
+        assert self._unsaved() <= self._memory.keys() <= known | deleted
+        assert self._copies or self._memory.keys() == known
+        assert not known & deleted
 
 
 def _unavailable(what: str) -> SessionUnavailable:
-    return SessionUnavailable(f"{what}: Redis, where sessions are kept, does not answer now", retry_after_s=RETRY_S)
+    return SessionUnavailable(f"{what}: nowhere where sessions are kept is there an answer now", retry_after_s=RETRY_S)

@@ -1,7 +1,8 @@
 """Minutes of mixed sessions on a fleet with every tier on: does memory stay flat, and does every answer come?
 
-Clients hold conversations that go on, are cancelled, deleted and begun anew, in all classes, with and without kept KV, while
-a Valkey far too small for all of it evicts. Prints the resident memory of every process over time and what came of the
+Clients hold conversations that go on, are cancelled, deleted and begun anew, in all classes, with and without kept KV. The
+devices' memory holds a part of one conversation, so what is reused comes from a Valkey too, which is too small for all of it
+and evicts. Prints the resident memory of every process over time and what came of the
 requests, as markdown. Run it with `python -m tests.bench.soak --minutes 10`.
 """
 
@@ -14,13 +15,14 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
 import psutil
 
 from launch.local import LocalFleet
+from launch.profiles import load_profile
 from launch.redis_server import EmbeddedRedis
 from modelstore.pull import pull
 from modelstore.store import ModelStore
@@ -32,7 +34,9 @@ from tests.bench.machine import describe
 from tests.bench.report import table
 
 DEVICES = ("phone", "phone", "tablet")
-REDIS_MIB = 64
+REDIS_MIB = 192
+# A third of the layers of 500 tokens.
+HOST_KV_MIB = 16
 NUM_CLIENTS = 4
 NUM_BEFORE_CANCEL = 3
 SAMPLE_S = 15.0
@@ -128,7 +132,8 @@ def soak(home: Path, minutes: float) -> tuple[list[tuple[float, dict[str, float]
     config = OrchestratorConfig(port=0, home=home, context_tokens=1024)
     pull(ModelStore(home), config.model)
     samples = []
-    with LocalFleet(config, DEVICES, redis=redis) as fleet:
+    devices = [replace(load_profile(name), host_kv_bytes=HOST_KV_MIB * MIB) for name in DEVICES]
+    with LocalFleet(config, devices, redis=redis) as fleet:
         fleet.wait_ready()
         talkers = [Talker(fleet.address, number, outcomes, stopping) for number in range(NUM_CLIENTS)]
         began_at = time.monotonic()
@@ -155,6 +160,7 @@ def to_markdown(samples: list[tuple[float, dict[str, float]]], outcomes: Outcome
         for elapsed_s, memory in [*samples[:-1:every], last]
     ]
     growth = ", ".join(f"{name} {size - warm[1][name]:+.0f}" for name, size in last[1].items())
+    prompt, cached, stored = (outcomes.counts[f"{what}_tokens"] for what in ("prompt", "cached", "from_redis"))
     counts = ", ".join(f"{what} {count}" for what, count in sorted(outcomes.counts.items()))
     machine = ", ".join(f"{name} {value}" for name, value in describe().items())
     return "\n".join(
@@ -166,6 +172,9 @@ def to_markdown(samples: list[tuple[float, dict[str, float]]], outcomes: Outcome
             *table(rows),
             "",
             f"From minute {warm[0] / 60:.1f} to the end: {growth}.",
+            "",
+            f"Of {prompt:,} prompt tokens {cached:,} were reused: {cached - stored:,} from the devices' memory and "
+            f"{stored:,} from Redis.",
             "",
             counts,
             "",

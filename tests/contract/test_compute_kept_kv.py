@@ -7,16 +7,18 @@ from collections.abc import Callable
 
 import pytest
 
-from shoal.kv import KVScope, chain
+from shoal.kv import BLOCK_TOKENS, KVScope, chain
 from shoal.types import KVPolicy
 from shoal.v1 import flow_pb2
-from tests.support.compute import WAIT_S, Bench, model, run_badly, start
+from tests.support.compute import ALL_LAYERS, WAIT_S, Bench, model, run_badly, start
+from tests.support.fleet import LOOK_S
 from tests.support.lower_tier import MemoryLowerTier
-from tests.support.shards import make_tokens
+from tests.support.shards import make_shape, make_tokens
 from tests.support.stages import EPOCH, PIPELINE_ID, make_cancel, make_restore, make_row, make_start, make_step
-from worker.compute import SetHeat
+from worker.commands import SetHeat
+from worker.filling import RestoreReady
+from worker.kv.block import HEADER_BYTES
 from worker.kv.cache import BlockCache
-from worker.reuse import RestoreReady
 
 __all__ = ["model", "start"]
 
@@ -123,6 +125,30 @@ def test_a_hot_device_keeps_less_precisely_as_its_policy_allows(start: Callable[
 
     restored = bench.uplink.next().restored.restored
     assert (restored.num_blocks, restored.codec) == (2, "int8")
+
+
+def test_what_has_grown_cold_gets_coarser_while_nothing_else_is_to_do(
+    start: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.kv.host.COLD_AFTER_S", 0.0)
+    bench = start(kv_policy=KVPolicy.BALANCED, **KEEPING)
+    bench.load(slot_tokens=256)
+    prompt = make_tokens(192, 280, seed=4)
+    names = chain(KVScope("00" * 32, "f32-rope-1"), prompt)
+    bench.compute.post(make_step(1, [make_row(1, num_tokens=192, start=make_start(names=names))], prompt))
+    bench.uplink.next()
+    bench.compute.post(make_cancel((1, 0)))
+    bench.compute.post(prefill_long(step=2, sequence_id=2))
+    bench.uplink.next()
+
+    block_bytes = BLOCK_TOKENS * make_shape(bench.model.manifest, ALL_LAYERS).kv_bytes_per_token + HEADER_BYTES
+    deadline = time.monotonic() + WAIT_S
+    while (host := bench.compute.kv_tiers(time.monotonic())[1]).puts < 4 or host.used_bytes == host.puts * block_bytes:
+        assert time.monotonic() < deadline, host
+        time.sleep(LOOK_S)
+    bench.compute.post(make_restore(3, names, slot=1))
+
+    assert bench.uplink.next().restored.restored.codec == "int8"
 
 
 def test_what_was_to_go_on_in_an_epoch_that_is_over_does_not_end_a_restore(start: Callable[..., Bench]) -> None:

@@ -12,6 +12,7 @@ from launch.redis_server import EmbeddedRedis
 from orchestrator.block_names import BlockNames
 from orchestrator.catalogue import Catalogue
 from orchestrator.conversation import SessionKey
+from orchestrator.session_homes import RedisHome
 from orchestrator.sessions import SessionStore
 from shoal.kv import BlockHash, layer_key
 from shoal.redis_link import AsyncRedisLink, block_manifest_key, block_value_key
@@ -38,7 +39,7 @@ async def link(request: pytest.FixtureRequest, redis_server: EmbeddedRedis) -> A
 
 
 def make_store(link: AsyncRedisLink) -> SessionStore:
-    return SessionStore(link, MODEL, 100.0)
+    return SessionStore(None, RedisHome(link), MODEL, 100.0)
 
 
 async def test_sessions_are_written_read_listed_and_deleted(link: AsyncRedisLink) -> None:
@@ -55,7 +56,7 @@ async def test_sessions_are_written_read_listed_and_deleted(link: AsyncRedisLink
     await restarted.tend()
     restarted.check_invariants()
     assert await restarted.take(KEY) == session
-    await restarted.delete(KEY)
+    await restarted.delete(session)
     assert await make_store(link).sessions(KEY.tenant) == []
 
 

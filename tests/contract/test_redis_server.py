@@ -61,7 +61,7 @@ def is_alive(pid: int) -> bool:
 def test_it_answers_and_evicts_only_what_has_a_time_to_live(server: EmbeddedRedis) -> None:
     server.start()
 
-    assert command(server.url, "CONFIG", "GET", "maxmemory-policy")[1] == b"volatile-lfu"
+    assert command(server.url, "CONFIG", "GET", "maxmemory-policy")[1] == b"volatile-lru"
     assert command(server.url, "CONFIG", "GET", "maxmemory")[1] == b"%d" % (32 * MIB)
 
 

@@ -15,6 +15,7 @@ from orchestrator.conversation import Session, SessionKey
 from orchestrator.conversations import Conversations
 from orchestrator.core.sequence import Sequence
 from orchestrator.likely_prefixes import LikelyPrefixes
+from orchestrator.session_homes import FileHome, RedisHome
 from orchestrator.sessions import SessionStore
 from orchestrator.warming import Warmer
 from shoal.types import FinishReason
@@ -70,11 +71,11 @@ class Parts:
             self.harness.engine.check_invariants()
 
 
-def make_parts(link: FakeLink | None = None, **limits: Any) -> Parts:
+def make_parts(link: FakeLink | None = None, file: FileHome | None = None, **limits: Any) -> Parts:
     harness, link = Harness(**{"num_slots": 2, **limits}), link or FakeLink()
     names = BlockNames(MODEL, b"s" * 32, link)
     warmer = Warmer(harness.engine)
-    store, likely = SessionStore(link, MODEL, TTL_S, lambda: parts.now), LikelyPrefixes()
+    store, likely = SessionStore(file, RedisHome(link), MODEL, TTL_S, lambda: parts.now), LikelyPrefixes()
     conversations = Conversations(store, names, Catalogue(link, num_layers=3), harness.engine, warmer, likely)
     parts = Parts(harness, link, names, warmer, conversations, likely)
     return parts

@@ -25,6 +25,8 @@ FORM = BlockForm("ab" * 32, LayerRange(0, 2), num_kv_heads=2, head_dim=16)
 SHAPE = (2, 2, 2, BLOCK_TOKENS, 16)
 LOSSLESS_BYTES = encoded_bytes(KVCodec.LOSSLESS, SHAPE) + HEADER_BYTES
 COST_S = 0.01
+# More than any test keeps blocks.
+MAX_IDLE_UNITS = 200
 
 
 def make_arena(num_slots: int = 2, num_blocks: int = 8) -> Arena:
@@ -108,6 +110,15 @@ class CacheBench:
         while self.cache.has_work:
             self.cache.work()
         self.cache.check_invariants()
+
+    def idle(self) -> None:
+        """Have all done that waits for a time when nothing else is to be done."""
+        for _ in range(MAX_IDLE_UNITS):
+            if not self.cache.has_idle_work:
+                return
+            self.cache.work()
+            self.cache.check_invariants()
+        raise AssertionError("there is no end to it")
 
     def settle(self) -> None:
         """Bring to the cache all that was fetched."""

@@ -7,9 +7,10 @@ import asyncio
 import pytest
 
 from orchestrator.catalogue import Catalogue
-from shoal.kv import BlockHash
-from shoal.redis_link import block_manifest_key
-from tests.support.fake_link import FakeLink
+from shoal.kv import BlockHash, layer_key
+from shoal.redis_link import block_manifest_key, block_value_key
+from shoal.types import LayerRange
+from tests.support.fake_link import FakeLink, store_blocks
 
 NUM_LAYERS = 4
 BLOCKS = [BlockHash(bytes([number]) * 32) for number in range(3)]
@@ -53,6 +54,18 @@ def test_a_block_is_whole_if_its_groups_cover_the_layers(ranges: Ranges, is_whol
 
 def test_a_field_whose_number_nobody_could_read_is_skipped() -> None:
     assert stored_prefix(["0-4", "9" * 5000 + "-" + "9" * 5001], ["0-4"]) == 2
+
+
+async def test_all_that_a_prompt_begins_with_counts_as_used_and_what_comes_behind_a_hole_does_not() -> None:
+    link = FakeLink()
+    store_blocks(link, BLOCKS, ranges=((0, 2), (2, 4)))
+    del link.hashes[block_manifest_key(BLOCKS[2])][b"2-4"]
+
+    assert await Catalogue(link, NUM_LAYERS).stored_prefix(BLOCKS) == 2
+    await asyncio.sleep(0)
+
+    ranges = [LayerRange(0, 2), LayerRange(2, 4)]
+    assert link.touched == [block_value_key(layer_key(block, one)) for block in BLOCKS[:2] for one in ranges]
 
 
 def test_a_block_behind_one_that_lacks_does_not_count() -> None:

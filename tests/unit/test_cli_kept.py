@@ -232,6 +232,24 @@ def test_sessions_are_listed(run: Run, server: FakeServer) -> None:
     assert server.orchestrator.listed[0].tenant == "gold"
 
 
+def test_one_session_is_shown(run: Run, server: FakeServer) -> None:
+    shown = run("sessions", "show", "talk", "--tenant", "gold", "--server", server.address)
+    as_json = json.loads(run("sessions", "show", "talk", "--json", "--server", server.address).out)
+
+    assert " ".join(shown.out.split()) == (
+        "talk: 3 turns, 530 tokens, 512 of them with KV that is kept; last used 90s ago, ends in 7d if it is not used"
+    )
+    assert server.orchestrator.listed[0].tenant == "gold"
+    assert (as_json["session_id"], as_json["num_tokens"]) == ("talk", 530)
+
+
+def test_a_session_that_is_not_there_is_an_error(run: Run, server: FakeServer) -> None:
+    outcome = run("sessions", "show", "nobody", "--server", server.address)
+
+    assert outcome.code != 0
+    assert "there is no session 'nobody'" in outcome.err
+
+
 def test_sessions_as_json_are_one_object(run: Run, server: FakeServer) -> None:
     (session,) = json.loads(run("sessions", "list", "--json", "--server", server.address).out)["sessions"]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from orchestrator.block_names import BlockNames
 from orchestrator.conversation import SessionKey
 from orchestrator.conversations import Deletion
 from orchestrator.core.shingles import make_sketch
+from orchestrator.session_homes import FileHome
 from shoal.errors import SessionBusy, SessionNotFound, SessionUnavailable
 from shoal.kv import BLOCK_TOKENS
 from shoal.redis_connection import Command
@@ -142,6 +145,64 @@ async def test_public_and_pinned_blocks_stay() -> None:
     parts.warmer.pin(blocks[1:2], 60.0)
 
     assert await parts.conversations.delete(KEY) == Deletion(1, 2)
+
+
+@pytest.fixture
+async def file(tmp_path: Path) -> AsyncIterator[FileHome]:
+    file = FileHome(tmp_path / "sessions.sqlite")
+    yield file
+    await file.close()
+
+
+async def test_what_redis_has_of_a_session_that_was_deleted_while_it_was_away_is_deleted_when_it_is_back(
+    file: FileHome,
+) -> None:
+    parts = make_parts(file=file)
+    await parts.take_turn(num_new=100)
+    store_blocks(parts.link, (await parts.look()).blocks)
+    parts.link.is_away = True
+    assert await parts.conversations.delete(KEY) == Deletion(1, 0)
+    with pytest.raises(SessionNotFound):
+        await parts.conversations.delete(KEY)
+    parts.link.is_away = False
+
+    for _ in range(2):
+        await parts.conversations.tend(is_expiring=False)
+
+    assert (parts.link.hashes, parts.link.values) == ({}, {})
+    assert await file.get([KEY]) == {}
+
+
+async def test_blocks_that_another_session_came_to_use_meanwhile_are_not_deleted_later(file: FileHome) -> None:
+    parts = make_parts(file=file)
+    await parts.take_turn(num_new=100)
+    (block,) = (await parts.look()).blocks
+    store_blocks(parts.link, [block])
+    parts.link.is_away = True
+    await parts.conversations.delete(KEY)
+    await parts.take_turn(num_new=100, key=SessionKey("gold", "other"))
+    parts.link.is_away = False
+
+    for _ in range(2):
+        await parts.conversations.tend(is_expiring=False)
+
+    assert list(parts.link.hashes) == [block_manifest_key(block)]
+    assert await file.get([KEY]) == {}
+
+
+async def test_an_expired_session_begins_anew_though_redis_is_away(file: FileHome) -> None:
+    parts = make_parts(file=file)
+    await parts.take_turn(num_new=100)
+    parts.now += TTL_S
+    parts.link.is_away = True
+    await parts.take_turn(num_new=4, num_answer=1)
+    parts.link.is_away = False
+
+    for _ in range(2):
+        await parts.conversations.tend(is_expiring=True)
+
+    assert len((await parts.look()).token_ids) == 5
+    assert [one.num_turns for one in await parts.conversations.sessions("gold")] == [1]
 
 
 async def test_a_session_whose_blocks_cannot_be_deleted_stays_to_be_deleted_later() -> None:

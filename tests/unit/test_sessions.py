@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from orchestrator import sessions
 from orchestrator.conversation import Session, SessionKey, unpack
+from orchestrator.session_homes import RedisHome
 from orchestrator.sessions import SessionStore
 from shoal.errors import InvalidRequest, SessionBusy, SessionNotFound, SessionUnavailable, TooManySessions
 from shoal.kv import BlockHash
@@ -33,7 +35,7 @@ class Clock:
 
 
 def make_store(link: FakeLink | None = None, *, model: str = MODEL, clock: Clock | None = None) -> SessionStore:
-    return SessionStore(link, model, TTL_S, clock or Clock())
+    return SessionStore(None, RedisHome(link) if link else None, model, TTL_S, clock or Clock())
 
 
 async def take_turn(store: SessionStore, key: SessionKey = KEY, token_ids: tuple[int, ...] = (1, 2, 3)) -> Session:
@@ -45,6 +47,14 @@ async def take_turn(store: SessionStore, key: SessionKey = KEY, token_ids: tuple
     await store.write(key)
     store.check_invariants()
     return session
+
+
+async def delete(store: SessionStore, key: SessionKey = KEY, blocks: Sequence[BlockHash] = ()) -> None:
+    try:
+        await store.delete(await store.take(key), blocks)
+    finally:
+        store.release(key)
+    store.check_invariants()
 
 
 async def look(store: SessionStore, key: SessionKey = KEY) -> Session:
@@ -137,9 +147,7 @@ async def test_a_damaged_session_can_be_deleted() -> None:
     with pytest.raises(InvalidRequest, match="delete it"):
         await look(store)
 
-    await store.take(KEY)
-    await store.delete(KEY)
-    store.release(KEY)
+    await delete(store)
 
     assert (await look(store)).num_turns == 0
 
@@ -284,7 +292,7 @@ async def test_a_turn_that_ends_while_the_one_before_is_being_written_is_written
 async def test_a_new_session_that_waits_to_be_written_counts_with_those_in_redis() -> None:
     link = FakeLink()
     store = make_store(link)
-    store.keep(await store.begin(KEY))
+    store.keep(replace(await store.begin(KEY), num_turns=1))
 
     assert [one.key for one in await store.sessions("gold")] == [KEY]
     store.check_invariants()
@@ -368,10 +376,7 @@ async def test_a_deleted_session_is_gone(link: FakeLink | None) -> None:
     store = make_store(link)
     await take_turn(store)
 
-    await store.take(KEY)
-    await store.delete(KEY)
-    store.release(KEY)
-    store.check_invariants()
+    await delete(store)
 
     with pytest.raises(SessionNotFound, match="tenant 'gold' has no session 'talk'"):
         await store.take(KEY)
@@ -394,15 +399,13 @@ async def test_a_deletion_that_failed_can_be_tried_again() -> None:
     link = FakeLink()
     store = make_store(link)
     await take_turn(store)
-    await store.take(KEY)
     link.is_away = True
     with pytest.raises(SessionUnavailable, match="cannot be deleted"):
-        await store.delete(KEY)
+        await delete(store)
+    assert (await look(store)).num_turns == 1
     link.is_away = False
-    store.release(KEY)
 
-    await store.take(KEY)
-    await store.delete(KEY)
+    await delete(store)
 
     assert await store.sessions("gold") == []
 

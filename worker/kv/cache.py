@@ -94,7 +94,13 @@ class BlockCache:
 
     @property
     def has_work(self) -> bool:
+        """Whether blocks wait to be copied, which their slots may not hold for long."""
         return bool(self._pending)
+
+    @property
+    def has_idle_work(self) -> bool:
+        """Whether there is work for a time when nothing else is to be done."""
+        return bool(self._pending) or self._host.has_cold
 
     def holds(self, key: BlockKey) -> bool:
         """Whether a block is in memory, exact or not."""
@@ -119,8 +125,9 @@ class BlockCache:
                 self._pending.append(_Pending(chain, arena, slot, is_exact, cost_s))
 
     def work(self) -> None:
-        """Do one unit of what waits: copy a block, or store an old one more coarsely to make room for it."""
+        """Do one unit of what waits: copy a block, or store an old one more coarsely, to make room or as it grew cold."""
         if not self._pending:
+            self._host.cool_one(is_hot=self.is_hot)
             return
         pending = self._pending.popleft()
         block_bytes = encoded_bytes(KVCodec.LOSSLESS, pending.chain.block.shape)
@@ -140,6 +147,8 @@ class BlockCache:
         self._pending = deque(leaving)
         try:
             for _ in range(MAX_RELEASE_UNITS):
+                if not self._pending:
+                    break
                 self.work()
         finally:
             dropped, self._pending = self._pending, deque(others)

@@ -1,8 +1,8 @@
 """The KV blocks in a worker's memory, and what is known of each: its codec, whether it is exact, when it was used.
 
-Owns the tier in memory and counts what in it was damaged. Makes room by storing old blocks more coarsely, where the policy
-allows it, before any is lost. Knows no slots and no tier below: `cache` brings blocks in, takes them out, and is told what
-was lost. Owned by the compute thread.
+Owns the tier in memory and counts what in it was damaged. Stores more coarsely, where the policy allows it, what has grown
+cold, and what is old where room is short, before any is lost. Knows no slots and no tier below: `cache` brings blocks in,
+takes them out, and is told what was lost. Owned by the compute thread.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shoal.types import KVPolicy, KVTierStatus
 from worker.kv.block import ChainBlock, Mismatch, Payload, StageBlock
 from worker.kv.codec import Block, KVCodec, decode, decode_into, fitting_codec
 from worker.kv.packed import pack_block, unpack_block
-from worker.kv.policy import COLD_AFTER_S, Standing, Strain, host_codec
+from worker.kv.policy import CODECS, COLD_AFTER_S, Standing, Strain, coarser, host_codec
 from worker.kv.tiers import HostTier
 from worker.kv.trace import BlockEvent, BlockTrace
 
@@ -64,6 +64,7 @@ class HostBlocks:
     - what is known of blocks and what the tier holds are the same keys, with the same number of bytes;
     - the former is in the order of use, the block not used for longest first;
     - only a block that is stored without loss counts as exact;
+    - where the policy is exact, no block waits to grow cold, else each that was used since it was looked at for that;
     - `keep` pins no block that brings what is pinned above PIN_SHARE of the budget.
     """
 
@@ -83,6 +84,8 @@ class HostBlocks:
         self._held: OrderedDict[BlockKey, HeldBlock] = OrderedDict()
         self._keys_of: dict[BlockHash, set[BlockKey]] = {}
         self._sum_used_at = 0.0
+        # What may grow cold, the block to be looked at next first.
+        self._warm: OrderedDict[BlockKey, None] = OrderedDict()
         self._pin_wishes: dict[BlockHash, float] = {}
         self._num_inexact_misses = 0
         self._read_mb_s = 0.0
@@ -119,6 +122,11 @@ class HostBlocks:
         self._held[key] = held
         self._sum_used_at += now
         self._keys_of.setdefault(chain.block_hash, set()).add(key)
+        self._note_use(key)
+        parent = chain.parent
+        if parent is not None and parent in self._held and parent not in self._warm:
+            # It may have been spared as the newest of its prefix.
+            self._note_use(parent)
         until = self._pin_wishes.pop(chain.block_hash, now)
         if until > now:
             self._pin([key], until - now)
@@ -147,22 +155,44 @@ class HostBlocks:
         self._sum_used_at += now - held.used_at
         held.used_at = now
         self._held.move_to_end(key)
+        self._note_use(key)
         self._record(BlockEvent.HIT, held)
         return data
 
     def shrink_one(self, need_bytes: int, *, is_hot: bool) -> bool:
-        """Store the coldest lossless block that may be lossy more coarsely, if room is short; False if there is none."""
+        """Store the coldest block that may lose more, more coarsely, if room is short; False if there is none."""
         if self._policy is KVPolicy.EXACT or not self.is_short_of(need_bytes):
             return False
         strain, cold_since = Strain(is_full=True, is_hot=is_hot), self._clock() - COLD_AFTER_S
-        for key, held in self._held.items():
-            if held.codec is not KVCodec.LOSSLESS:
-                continue
-            standing = Standing(held.chain.index == 0, self._tier.is_tail(key), held.used_at < cold_since)
-            codec = host_codec(self._policy, standing, strain)
-            if codec is not KVCodec.LOSSLESS and self._shrink(key, held, codec):
-                return True
-        return False
+        return any(
+            self._coarsen(key, held, is_cold=held.used_at < cold_since, strain=strain)
+            for key, held in self._held.items()
+            if held.codec is not CODECS[-1]
+        )
+
+    @property
+    def has_cold(self) -> bool:
+        """Whether a block is to be looked at because it has grown cold, by what others were used since.
+
+        So a device that nobody uses keeps what it has.
+        """
+        if not self._warm:
+            return False
+        newest = next(reversed(self._held.values()))
+        return newest.used_at - self._held[next(iter(self._warm))].used_at > COLD_AFTER_S
+
+    def cool_one(self, *, is_hot: bool) -> None:
+        """Store the block that has been cold for longest as coarsely as the policy wants it; once after each use."""
+        if not self.has_cold:
+            return
+        key, _ = self._warm.popitem(last=False)
+        self._coarsen(key, self._held[key], is_cold=True, strain=Strain(is_hot=is_hot))
+
+    def _coarsen(self, key: BlockKey, held: HeldBlock, *, is_cold: bool, strain: Strain) -> bool:
+        """Store a block as coarsely as it may be; False if it stays as it is."""
+        standing = Standing(held.chain.index == 0, self._tier.is_tail(key), is_cold)
+        codec = host_codec(self._policy, standing, strain)
+        return coarser(codec, held.codec) is not held.codec and self._shrink(key, held, codec)
 
     def _shrink(self, key: BlockKey, held: HeldBlock, codec: KVCodec) -> bool:
         data = self._tier.peek(key)
@@ -172,7 +202,7 @@ class HostBlocks:
             self._delete(key)
             return True
         block = decode(payload.data, KVCodec(payload.codec), held.chain.block.shape)
-        if fitting_codec(block, codec) is KVCodec.LOSSLESS:
+        if fitting_codec(block, codec) is not codec:
             return False
         packed = pack_block(held.chain.block.label, block, codec, is_exact=False)
         if not self._tier.recode(key, packed):
@@ -243,6 +273,8 @@ class HostBlocks:
             assert held.codec is KVCodec.LOSSLESS or not held.is_exact
             assert key in self._keys_of[held.chain.block_hash]
         assert sum(map(len, self._keys_of.values())) == len(self._held)
+        assert self._warm.keys() <= self._held.keys()
+        assert not (self._warm and self._policy is KVPolicy.EXACT)
         used = [held.used_at for held in self._held.values()]
         assert used == sorted(used), "blocks are not in the order of use"
 
@@ -251,6 +283,11 @@ class HostBlocks:
         assert held is not None
         self._record(BlockEvent.EVICTED, held)
         self._tell_evicted(held, data)
+
+    def _note_use(self, key: BlockKey) -> None:
+        if self._policy is not KVPolicy.EXACT:
+            self._warm[key] = None
+            self._warm.move_to_end(key)
 
     def _delete(self, key: BlockKey) -> None:
         self._tier.delete([key])
@@ -261,6 +298,7 @@ class HostBlocks:
         if held is None:
             return None
         self._sum_used_at -= held.used_at
+        self._warm.pop(key, None)
         keys = self._keys_of[held.chain.block_hash]
         keys.remove(key)
         if not keys:

@@ -23,7 +23,8 @@ class Standing:
     """Where a block stands.
 
     is_first: it begins its sequence, so it holds the attention sinks that every later token looks at (Source: StreamingLLM,
-    Xiao et al. 2023). is_newest: none continues it yet. is_cold: it was not used for COLD_AFTER_S.
+    Xiao et al. 2023). is_newest: none continues it yet. is_cold: it was not used for COLD_AFTER_S in which
+    others were.
     """
 
     is_first: bool = False
