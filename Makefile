@@ -4,8 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROTOS := $(wildcard proto/shoal/v1/*.proto)
 STAMP := $(VENV)/.installed
+SEEDS ?= 1000
+FIRST ?= 1
 
-.PHONY: help demo test lint bench proto format clean
+.PHONY: help demo test sim lint bench proto format clean
 .DEFAULT_GOAL := help
 
 help:  ## List the targets
@@ -23,6 +25,9 @@ demo: $(STAMP)  ## Pull the default model, start three emulated devices, chat on
 
 test: $(STAMP)  ## Run all tests
 	@$(BIN)/python -m pytest
+
+sim: $(STAMP)  ## Play seeds of the simulated fleet: SEEDS=20000, from FIRST=1 on
+	@$(BIN)/python -m tests.simulation.run --seeds $(SEEDS) --first $(FIRST)
 
 lint: $(STAMP)  ## Check style, types, layers, protos and generated code
 	$(BIN)/ruff check .

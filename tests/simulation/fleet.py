@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 
 from google.protobuf.message import Message
 
+from orchestrator.answer import Answer, TokenEvent
 from orchestrator.core.limits import Pace, SchedulerLimits
 from orchestrator.core.sequence import Sequence
 from orchestrator.core.tenants import TenantLedger
 from orchestrator.core.thermal import ThermalMonitor
-from orchestrator.engine import Answer, Engine, TokenEvent
+from orchestrator.engine import Engine
 from orchestrator.pipeline import Pipeline, StageMember
 from shoal.errors import ShoalError
 from shoal.types import DeviceMode, DeviceProfile, LayerRange, PipelineId, Telemetry, WorkerId
