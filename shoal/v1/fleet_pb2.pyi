@@ -116,7 +116,7 @@ class RuntimeSummary(_message.Message):
     def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., kernel_fingerprint: _Optional[str] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "worker_id", "incarnation", "profile", "runtime", "flow_address", "socket_address", "times")
+    __slots__ = ("protocol_version", "worker_id", "incarnation", "profile", "runtime", "flow_address", "socket_address", "times", "held")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -125,6 +125,7 @@ class Hello(_message.Message):
     FLOW_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     SOCKET_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     TIMES_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     worker_id: str
     incarnation: int
@@ -133,7 +134,20 @@ class Hello(_message.Message):
     flow_address: str
     socket_address: str
     times: _containers.RepeatedCompositeFieldContainer[DeviceTimes]
-    def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., profile: _Optional[_Union[DeviceProfile, _Mapping]] = ..., runtime: _Optional[_Union[RuntimeSummary, _Mapping]] = ..., flow_address: _Optional[str] = ..., socket_address: _Optional[str] = ..., times: _Optional[_Iterable[_Union[DeviceTimes, _Mapping]]] = ...) -> None: ...
+    held: HeldShard
+    def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., profile: _Optional[_Union[DeviceProfile, _Mapping]] = ..., runtime: _Optional[_Union[RuntimeSummary, _Mapping]] = ..., flow_address: _Optional[str] = ..., socket_address: _Optional[str] = ..., times: _Optional[_Iterable[_Union[DeviceTimes, _Mapping]]] = ..., held: _Optional[_Union[HeldShard, _Mapping]] = ...) -> None: ...
+
+class HeldShard(_message.Message):
+    __slots__ = ("pipeline_id", "layers", "model_digest", "shape")
+    PIPELINE_ID_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    pipeline_id: str
+    layers: _types_pb2.LayerRange
+    model_digest: str
+    shape: ShardShape
+    def __init__(self, pipeline_id: _Optional[str] = ..., layers: _Optional[_Union[_types_pb2.LayerRange, _Mapping]] = ..., model_digest: _Optional[str] = ..., shape: _Optional[_Union[ShardShape, _Mapping]] = ...) -> None: ...
 
 class DeviceTimes(_message.Message):
     __slots__ = ("shape_digest", "measured_at_s", "layer", "head", "prefill_token_s", "pass_s", "free_bytes")
@@ -162,22 +176,20 @@ class RowsTime(_message.Message):
     def __init__(self, rows: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Measure(_message.Message):
-    __slots__ = ("shape_digest", "layers_graph", "head_graph", "num_layers", "blobs", "layers_shape", "head_shape")
+    __slots__ = ("shape_digest", "layers_graph", "head_graph", "blobs", "layers_shape", "head_shape")
     SHAPE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     LAYERS_GRAPH_FIELD_NUMBER: _ClassVar[int]
     HEAD_GRAPH_FIELD_NUMBER: _ClassVar[int]
-    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     BLOBS_FIELD_NUMBER: _ClassVar[int]
     LAYERS_SHAPE_FIELD_NUMBER: _ClassVar[int]
     HEAD_SHAPE_FIELD_NUMBER: _ClassVar[int]
     shape_digest: str
     layers_graph: bytes
     head_graph: bytes
-    num_layers: int
     blobs: _containers.RepeatedCompositeFieldContainer[BlobRef]
     layers_shape: ShardShape
     head_shape: ShardShape
-    def __init__(self, shape_digest: _Optional[str] = ..., layers_graph: _Optional[bytes] = ..., head_graph: _Optional[bytes] = ..., num_layers: _Optional[int] = ..., blobs: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ..., layers_shape: _Optional[_Union[ShardShape, _Mapping]] = ..., head_shape: _Optional[_Union[ShardShape, _Mapping]] = ...) -> None: ...
+    def __init__(self, shape_digest: _Optional[str] = ..., layers_graph: _Optional[bytes] = ..., head_graph: _Optional[bytes] = ..., blobs: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ..., layers_shape: _Optional[_Union[ShardShape, _Mapping]] = ..., head_shape: _Optional[_Union[ShardShape, _Mapping]] = ...) -> None: ...
 
 class Measured(_message.Message):
     __slots__ = ("times", "reason", "message")
@@ -190,10 +202,12 @@ class Measured(_message.Message):
     def __init__(self, times: _Optional[_Union[DeviceTimes, _Mapping]] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class ProbeLinks(_message.Message):
-    __slots__ = ("peers",)
+    __slots__ = ("peers", "link_token")
     PEERS_FIELD_NUMBER: _ClassVar[int]
+    LINK_TOKEN_FIELD_NUMBER: _ClassVar[int]
     peers: _containers.RepeatedCompositeFieldContainer[StageAddress]
-    def __init__(self, peers: _Optional[_Iterable[_Union[StageAddress, _Mapping]]] = ...) -> None: ...
+    link_token: bytes
+    def __init__(self, peers: _Optional[_Iterable[_Union[StageAddress, _Mapping]]] = ..., link_token: _Optional[bytes] = ...) -> None: ...
 
 class LinkFigures(_message.Message):
     __slots__ = ("worker_id", "rtt_ms", "mbit_s", "kind")

@@ -28,7 +28,7 @@ class FlowResponse(_message.Message):
     def __init__(self, frame: _Optional[_Union[Frame, _Mapping]] = ...) -> None: ...
 
 class Frame(_message.Message):
-    __slots__ = ("pipeline_id", "epoch", "to_stage", "link_hello", "step", "step_result", "cancel", "step_failed", "restore", "restored", "prefetch", "keep_blocks", "forget_blocks")
+    __slots__ = ("pipeline_id", "epoch", "to_stage", "link_hello", "step", "step_result", "cancel", "step_failed", "restore", "restored", "prefetch", "keep_blocks", "forget_blocks", "echo")
     PIPELINE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TO_STAGE_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +42,7 @@ class Frame(_message.Message):
     PREFETCH_FIELD_NUMBER: _ClassVar[int]
     KEEP_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FORGET_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ECHO_FIELD_NUMBER: _ClassVar[int]
     pipeline_id: str
     epoch: int
     to_stage: int
@@ -55,7 +56,18 @@ class Frame(_message.Message):
     prefetch: Prefetch
     keep_blocks: KeepBlocks
     forget_blocks: ForgetBlocks
-    def __init__(self, pipeline_id: _Optional[str] = ..., epoch: _Optional[int] = ..., to_stage: _Optional[int] = ..., link_hello: _Optional[_Union[LinkHello, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., step_result: _Optional[_Union[StepResult, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., restored: _Optional[_Union[Restored, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., keep_blocks: _Optional[_Union[KeepBlocks, _Mapping]] = ..., forget_blocks: _Optional[_Union[ForgetBlocks, _Mapping]] = ...) -> None: ...
+    echo: Echo
+    def __init__(self, pipeline_id: _Optional[str] = ..., epoch: _Optional[int] = ..., to_stage: _Optional[int] = ..., link_hello: _Optional[_Union[LinkHello, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., step_result: _Optional[_Union[StepResult, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., restored: _Optional[_Union[Restored, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., keep_blocks: _Optional[_Union[KeepBlocks, _Mapping]] = ..., forget_blocks: _Optional[_Union[ForgetBlocks, _Mapping]] = ..., echo: _Optional[_Union[Echo, _Mapping]] = ...) -> None: ...
+
+class Echo(_message.Message):
+    __slots__ = ("sent_ns", "payload", "is_reply")
+    SENT_NS_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    IS_REPLY_FIELD_NUMBER: _ClassVar[int]
+    sent_ns: int
+    payload: bytes
+    is_reply: bool
+    def __init__(self, sent_ns: _Optional[int] = ..., payload: _Optional[bytes] = ..., is_reply: _Optional[bool] = ...) -> None: ...
 
 class LinkHello(_message.Message):
     __slots__ = ("protocol_version", "worker_id", "incarnation", "link_token")
@@ -218,14 +230,22 @@ class Restored(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., restored: _Optional[_Union[RestoredBlocks, _Mapping]] = ...) -> None: ...
 
 class Prefetch(_message.Message):
-    __slots__ = ("block_hashes", "timeout_ms", "is_ahead")
+    __slots__ = ("block_hashes", "timeout_ms", "is_ahead", "trail_id", "sequence_id", "slot", "num_tokens")
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     IS_AHEAD_FIELD_NUMBER: _ClassVar[int]
+    TRAIL_ID_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
     timeout_ms: float
     is_ahead: bool
-    def __init__(self, block_hashes: _Optional[_Iterable[bytes]] = ..., timeout_ms: _Optional[float] = ..., is_ahead: _Optional[bool] = ...) -> None: ...
+    trail_id: bytes
+    sequence_id: int
+    slot: int
+    num_tokens: int
+    def __init__(self, block_hashes: _Optional[_Iterable[bytes]] = ..., timeout_ms: _Optional[float] = ..., is_ahead: _Optional[bool] = ..., trail_id: _Optional[bytes] = ..., sequence_id: _Optional[int] = ..., slot: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class KeepBlocks(_message.Message):
     __slots__ = ("block_hashes", "ttl_s")
