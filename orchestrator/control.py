@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 
 from modelstore.manifest import Manifest
 from orchestrator.bringup import Bringup
-from orchestrator.core.fleet import Fleet, WorkerState
+from orchestrator.core.fleet import PLACEABLE, Fleet, WorkerState
 from orchestrator.core.placement import Placement, Worker
 from orchestrator.engine import Engine
 from orchestrator.flow import FlowHub
@@ -42,6 +42,8 @@ STALL_S = 1.0
 LINK_GRACE_S = 0.05
 # Between two tries of a placement that failed for a reason that may pass.
 RETRY_S = 2.0
+# Since our start: devices that held layers for the orchestrator before us dial every 0.3 s, but not all at once.
+REUNION_S = 2.0
 
 
 class Control:
@@ -229,7 +231,9 @@ class Control:
         if reunited := self._reunited(workers):
             self._put_in_force((*in_force, *reunited))
             return
-        if not workers or (not self._has_placed and len(workers) < self._config.expect_workers):
+        scattered = any(self._sessions[one].hello.HasField("held") for one, _ in workers if self._is_unplaced(one))
+        is_early = scattered and now < self._started_at + REUNION_S
+        if is_early or not workers or (not self._has_placed and len(workers) < self._config.expect_workers):
             return
         if self.measuring.awaits(workers, now):
             return
@@ -398,8 +402,8 @@ class Control:
         others = self._fleet.placements
         holders = {one for other in (*others, placement) for one in other.worker_ids}
         left = set(placement.worker_ids) - ({worker_id} if is_gone else set())
-        # A cordoned one keeps what it has.
-        are_there = all(self._fleet.get(one) is not None and one not in self._unlinked for one in left)
+        # A cordoned one keeps what it has; one that leaves gets nothing again.
+        are_there = all(self._fleet.state(one) in PLACEABLE and one not in self._unlinked for one in left)
         repaired = None
         if are_there and time.monotonic() >= self._retry_at:
             free = tuple(worker for worker in self._usable() if worker[0] not in holders)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from orchestrator.bringup import LOAD_TIMEOUT_S, Bringup
 from orchestrator.core.figures import FleetFigures
-from orchestrator.core.fleet import Fleet
+from orchestrator.core.fleet import PLACEABLE, Fleet
 from orchestrator.core.placement import Placement, Stage, Worker
 from orchestrator.core.replacement import Arrival, Change, change
 from orchestrator.engine import Engine
@@ -102,7 +102,7 @@ class Mover:
                 if found is None:
                     return Moved()
                 before = self._fleet.placements
-                if await self._load_ahead(found.arrivals) and self._fleet.placements == before:
+                if await self._load_ahead(found.arrivals) and self._is_possible_still(found, before):
                     return await self._finish(worker_id, found)
                 unfit |= self._failed
                 self._give_up()
@@ -119,7 +119,7 @@ class Mover:
     async def _carry_out(self, found: Change) -> None:
         async with self._turns:
             before = self._fleet.placements
-            if await self._load_ahead(found.arrivals) and self._fleet.placements == before:
+            if await self._load_ahead(found.arrivals) and self._is_possible_still(found, before):
                 self.change_over(found)
             else:
                 self._give_up()
@@ -151,6 +151,12 @@ class Mover:
         # Whatever serves beside it goes on as it is; the rest of its pipeline is free then.
         chosen = self._planner.plan(usable, others, self._figures()).choose([one.pipeline_id for one in others])
         return change(in_force, chosen)
+
+    def _is_possible_still(self, found: Change, before: tuple[Placement, ...]) -> bool:
+        """Whether nothing else was put in force meanwhile, and all who are to hold something new can."""
+        new = [one for one in found.placements if one not in before]
+        can_hold = all(self._fleet.state(worker_id) in PLACEABLE for one in new for worker_id in one.worker_ids)
+        return can_hold and self._fleet.placements == before
 
     @property
     def is_moving(self) -> bool:

@@ -18,7 +18,7 @@ PipelineId = NewType("PipelineId", str)
 SequenceId = NewType("SequenceId", int)
 SlotId = NewType("SlotId", int)
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_TOP_LOGPROBS = 20
 
 

@@ -294,12 +294,16 @@ async def test_links_of_a_placement_that_is_over_are_given_up(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_dialling, may_dial = asyncio.Event(), asyncio.Event()
+    late: asyncio.Queue[SocketLink | None] = asyncio.Queue()
 
     async def dial_slowly(address: str, hello: flow_pb2.Frame, timeout_s: float) -> SocketLink | None:
-        if hello.pipeline_id and not is_dialling.is_set():
-            is_dialling.set()
-            await may_dial.wait()
-        return await dial(address, hello, timeout_s)
+        if hello.pipeline_id != "p1" or is_dialling.is_set():
+            return await dial(address, hello, timeout_s)
+        is_dialling.set()
+        await may_dial.wait()
+        link = await dial(address, hello, timeout_s)
+        late.put_nowait(link)
+        return link
 
     monkeypatch.setattr("worker.dialing.dial", dial_slowly)
     slow = make_device(speed=0.5, is_emulated=True)
@@ -313,8 +317,12 @@ async def test_links_of_a_placement_that_is_over_are_given_up(
             lambda status: status.is_complete and any(one.worker_id == "w2" and one.layers for one in status.devices)
         )
         may_dial.set()
+        link = await asyncio.wait_for(late.get(), WAIT_S)
         answer = await fleet.client.generate("hello", max_tokens=2)
+        after = await fleet.client.status()
 
+        assert link is None or link.connection.fileno() == -1
+    assert [one.epoch for one in after.pipelines] == [one.epoch for one in status.pipelines]
     assert answer.completion_tokens == 2
     assert {stage.worker_id for stage in answer.pipeline} == {one.worker_id for one in status.devices if one.layers}
 

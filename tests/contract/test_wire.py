@@ -145,6 +145,48 @@ FRAMES = {
             ],
         ),
     ),
+    "step_of_a_run_that_goes_on": flow_pb2.Frame(
+        pipeline_id="p1",
+        epoch=2,
+        to_stage=0,
+        step=flow_pb2.Step(
+            step=1,
+            rows=[
+                flow_pb2.StepRow(
+                    sequence_id=9,
+                    position=41,
+                    num_tokens=1,
+                    sample=True,
+                    start=flow_pb2.SequenceStart(trail_id=b"\x03\xff", answer_token_ids=[300, 2]),
+                )
+            ],
+            token_ids=[2],
+        ),
+    ),
+    "restore_with_trail": flow_pb2.Frame(
+        pipeline_id="p1",
+        epoch=2,
+        to_stage=1,
+        restore=flow_pb2.Restore(
+            sequence_id=9,
+            is_exact_only=True,
+            trail_id=b"\x03\xff",
+            num_tokens=300,
+            restored=flow_pb2.RestoredBlocks(num_blocks=2, codec="f32", is_exact=True, num_tokens=140),
+        ),
+    ),
+    "cancel_that_will_resume": flow_pb2.Frame(
+        pipeline_id="p1",
+        epoch=2,
+        to_stage=0,
+        cancel=flow_pb2.Cancel(sequences=[flow_pb2.SequenceRef(sequence_id=9, slot=2, will_resume=True)]),
+    ),
+    "echo": flow_pb2.Frame(
+        pipeline_id="p1", epoch=1, to_stage=1, echo=flow_pb2.Echo(sent_ns=2**60, payload=b"\x00\xff")
+    ),
+    "echo_that_comes_back": flow_pb2.Frame(
+        pipeline_id="p1", epoch=1, to_stage=0, echo=flow_pb2.Echo(sent_ns=2**60, is_reply=True)
+    ),
 }
 
 GOLDEN = {
@@ -167,6 +209,11 @@ GOLDEN = {
     "keep_blocks": "140000000a0270311001620c0a0101110000000000004e40",
     "forget_blocks": "0e0000000a02703110016a060a01010a0102",
     "step_with_names": "180000000a02703110012a100801120c080932082201012201022801",
+    "step_of_a_run_that_goes_on": "220000000a02703110022a1a0801121308091829200128013209320203ff3a03ac02021a0102",
+    "restore_with_trail": "230000000a027031100218024a1908092001320c08021a036633322001288c013a0203ff40ac02",
+    "cancel_that_will_resume": "100000000a02703110023a080a06080910021801",
+    "echo": "180000000a02703110011802720e08808080808080808010120200ff",
+    "echo_that_comes_back": "140000000a0270311001720c088080808080808080101801",
 }
 GOLDEN_ACTIVATIONS = "000000000000c0bf000050406f12833a0000008000008047"
 # A field that a later version knows, number 15 of wire type 0, before the epoch.

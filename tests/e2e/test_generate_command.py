@@ -21,6 +21,7 @@ STORY = "Tell me a long story about a whale who wanted to fly."
 FIELDS = {
     "text", "token_ids", "finish_reason", "prompt_tokens", "completion_tokens", "ttft_ms", "tokens_per_s", "pipeline",
     "request_id", "model", "seed", "pipeline_id", "queue_ms", "num_preemptions", "cache", "dropped_tokens",
+    "num_recoveries", "has_changed_kernels", "num_resumes",
 }  # fmt: skip
 
 
@@ -47,6 +48,7 @@ def test_json_is_one_object_with_what_was_asked_for(fleet: LocalFleet, home: Pat
     assert answer["text"] == tokenizer.decode(answer["token_ids"])
     assert answer["ttft_ms"] > 0
     assert answer["tokens_per_s"] > 0
+    assert (answer["num_recoveries"], answer["has_changed_kernels"], answer["num_resumes"]) == (0, False, 0)
 
 
 def test_the_pipeline_of_an_answer_covers_all_layers_once(fleet: LocalFleet, home: Path, real_model: Manifest) -> None:

@@ -111,7 +111,9 @@ def check_demo(text: str) -> None:
     answer, head, rest = re.split(f"({TABLE_HEAD})", after)
     assert len(answer.split()) > 20
     assert head
-    assert re.findall(r"(phone-1|phone-2|tablet-1) +\[\d+, \d+\)", rest) == ["phone-1", "phone-2", "tablet-1"]
+    stages = re.findall(r"(phone-1|phone-2|tablet-1) +\[(\d+), (\d+)\)", rest)
+    assert sorted(name for name, _, _ in stages) == ["phone-1", "phone-2", "tablet-1"]
+    assert [layer for _, start, stop in stages for layer in range(int(start), int(stop))] == list(range(30))
     assert re.search(r"\d+ tokens, first after \d+ ms, \d+\.\d tokens/s", rest)
     assert "all stopped after" in rest
 

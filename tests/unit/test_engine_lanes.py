@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.answer import Answer
-from orchestrator.core.parking import PARKED_S
 from orchestrator.core.limits import Pace
+from orchestrator.core.parking import PARKED_S
 from orchestrator.core.tenants import TenantLedger
 from shoal.errors import ContextExceeded, NotReady, Overloaded, WorkerLost
 from shoal.types import DeviceMode, FinishReason, NumericClass, QosClass, SequenceId

@@ -6,8 +6,7 @@ import pytest
 
 from orchestrator.core.batch import EndedSequence
 from orchestrator.core.limits import Pace
-from orchestrator.core.qos import CLASSES
-from orchestrator.core.qos import MAX_OVERDUE
+from orchestrator.core.qos import CLASSES, MAX_OVERDUE
 from orchestrator.core.scheduler import Scheduler
 from orchestrator.core.sequence import RunId, SequenceState
 from shoal.errors import ContextExceeded, DeadlineUnmeetable
