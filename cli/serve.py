@@ -208,7 +208,7 @@ def _require_model(config: OrchestratorConfig) -> None:
 def _describe_start(status: FleetStatus) -> str:
     if status.ready:
         return "ready"
-    return f"starting: waiting for {status.waiting_for}"
+    return f"starting: {status.waiting_for}"
 
 
 def _watch(fleet: LocalFleet) -> NoReturn:

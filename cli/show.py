@@ -31,7 +31,7 @@ def status(
     if json:
         write_json(fleet)
         return
-    state = "ready" if fleet.ready else f"not ready, waiting for {fleet.waiting_for}"
+    state = "ready" if fleet.ready else f"not ready: {fleet.waiting_for}"
     say(f"{fleet.model} at {server}: {state} (version {fleet.version}, up {fleet.uptime_s:.0f} s)")
     if fleet.devices:
         say(device_table(fleet))

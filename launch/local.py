@@ -248,7 +248,7 @@ class LocalFleet:
         Raises LaunchFailed if a child ends, PlacementImpossible if the layers do not fit the devices, and NotReady, saying
         what is waited for, when time is up.
         """
-        waiting_for = "the orchestrator's first answer"
+        waiting_for = "the orchestrator has not answered"
         now = time.monotonic()
         deadline, stuck_since = now + timeout_s, now
         with Client(self.address, timeout_s=STATUS_TIMEOUT_S) as client:
@@ -261,11 +261,11 @@ class LocalFleet:
                         return status
                     if not self._is_stuck(status) or status.waiting_for != waiting_for:
                         stuck_since = time.monotonic()
-                    waiting_for = status.waiting_for or "the other pipelines"
+                    waiting_for = status.waiting_for or "other pipelines are being built"
                     if time.monotonic() - stuck_since > STUCK_S:
                         raise PlacementImpossible(waiting_for)
                 time.sleep(POLL_S)
-        raise NotReady(f"the fleet is not ready after {timeout_s:g} s: it waits for {waiting_for}")
+        raise NotReady(f"the fleet is not ready after {timeout_s:g} s: {waiting_for}")
 
     def _is_stuck(self, status: FleetStatus) -> bool:
         """Whether all devices are there and none of them has anything to do."""

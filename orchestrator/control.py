@@ -119,8 +119,8 @@ class Control:
         self._is_stopping = True
         self.relief.stop()
         self._mover.stop()
-        error = NotReady("this orchestrator has shut down; ask again when it is back", retry_after_s=5.0)
         for placement in self._fleet.placements:
+            error = NotReady("this orchestrator has shut down; ask again when it is back", retry_after_s=5.0)
             self._end(placement.pipeline_id, error, is_final=True)
         for session in self._sessions.values():
             session.close()
@@ -238,9 +238,8 @@ class Control:
         if self.measuring.awaits(workers, now):
             return
         busy = frozenset(one.pipeline_id for one in in_force if keeps_all or self._is_busy(one.pipeline_id))
-        known = tuple((one.worker_id, one.profile) for one in self._fleet.members())
         try:
-            choice = self._placing.choose(Situation(workers, known, in_force, busy), now)
+            choice = self._placing.choose(Situation(workers, self._fleet.profiles(), in_force, busy), now)
         except (PlacementImpossible, ConfigError) as error:
             self._cannot_place(error)
             return
@@ -310,8 +309,7 @@ class Control:
     def _is_busy(self, pipeline_id: PipelineId) -> bool:
         lane = self._engine.lane(pipeline_id)
         if lane is None:
-            # It is on its way up, and somebody may wait for it.
-            return self._engine.num_parked > 0
+            return self._engine.num_parked > 0  # It is on its way up, and they may wait for it.
         return lane.scheduler.num_running + lane.scheduler.num_waiting > 0
 
     def _is_stage(self, worker_id: WorkerId, pipeline_id: PipelineId, epoch: int) -> bool:
@@ -371,6 +369,8 @@ class Control:
         if not self._is_stopping:
             logger.warning("worker_lost worker=%s message=%s", worker_id, message)
         self._pipeline_lost(worker_id, message)
+        if not self._sessions:
+            self._engine.parked_trouble = "no device is left"
         self._monitors.remove(worker_id)
         self._mover.changed()
         self.measuring.remove(worker_id)
@@ -390,7 +390,7 @@ class Control:
             logger.warning("pipeline_lost pipeline=%s worker=%s message=%s", pipeline_id, worker_id, message)
         if is_gone:
             self._unlinked.add(worker_id)
-        lost = f"device {worker_id} was lost while it computed this answer ({message}); nobody has layers {layers} now"
+        lost = f"device {worker_id} was lost while it computed this answer ({message}), and with it layers {layers}"
         self._end(pipeline_id, WorkerLost(lost, retry_after_s=1.0))
         self._trouble = f"{worker_id} was lost ({message})"
         self._wants_placement = True

@@ -30,7 +30,7 @@ def waiting_for(members: Sequence[Member], num_expected: int) -> str:
     if not members:
         return "no device has joined: start one with `shoal worker --join HOST:PORT`"
     loading = [one.worker_id for one in members if one.state is not WorkerState.READY]
-    return f"{', '.join(loading)} to load" if loading else "links between the devices"
+    return f"layers are loaded by {', '.join(loading)}" if loading else "devices open links to each other"
 
 
 def fleet_status(

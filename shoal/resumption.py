@@ -8,7 +8,7 @@ from __future__ import annotations
 from shoal.errors import ConnectionFailed, InternalError, NotReady, ProtocolMismatch, RequestNotFound, ShoalError
 
 # An orchestrator that was killed is back in a second or two, and a connection at once.
-DEFAULT_RESUME_S = 10.0
+DEFAULT_RESUME_S = 30.0
 FIRST_WAIT_S = 0.05
 LONGEST_WAIT_S = 0.25
 

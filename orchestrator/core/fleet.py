@@ -137,6 +137,10 @@ class Fleet:
             if one.state in PLACEABLE and not one.is_cordoned
         )
 
+    def profiles(self) -> tuple[tuple[WorkerId, DeviceProfile], ...]:
+        """All members with what they declare."""
+        return tuple((one.worker_id, one.profile) for one in self._members.values())
+
     def get(self, worker_id: WorkerId) -> Member | None:
         return self._members.get(worker_id)
 

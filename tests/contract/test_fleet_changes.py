@@ -76,7 +76,7 @@ async def test_answers_that_nobody_can_go_on_with_end_and_say_which_layers_are_m
 
     assert isinstance(error, WorkerLost)
     assert "was lost while it computed this answer" in error.message
-    assert "nobody has layers" in error.message
+    assert "no device is left" in error.message
     assert error.retry_after_s > 0
 
 
@@ -351,7 +351,7 @@ async def test_a_request_that_comes_while_layers_are_loaded_waits_for_them(
         fetch.may_go_on.set()
 
         assert (await reader.result()).completion_tokens == 2
-    assert (status.ready, status.waiting_for) == (False, "w0 to load")
+    assert (status.ready, status.waiting_for) == (False, "layers are loaded by w0")
 
 
 async def test_devices_join_again_when_their_orchestrator_was_restarted(store: Store, tmp_path: Path) -> None:

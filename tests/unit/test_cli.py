@@ -242,7 +242,7 @@ def test_status_of_a_fleet_that_is_not_ready_says_what_it_waits_for(run: Run) ->
     with FakeServer(status=admin_pb2.GetStatusResponse(model="tiny", waiting_for="2 of 3 devices")) as server:
         outcome = run("status", "--server", server.address)
 
-    assert "not ready, waiting for 2 of 3 devices" in outcome.out
+    assert "not ready: 2 of 3 devices" in outcome.out
 
 
 def test_status_as_json_is_the_whole_status(run: Run) -> None:
