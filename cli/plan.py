@@ -156,7 +156,7 @@ def _stage_table(one: Prediction, num_layers: int) -> Table:
         table.add_row(
             stage.worker_id + "*" * part.is_declared,
             _layer_bar(stage.layers.start, stage.layers.stop, num_layers),
-            f"{stage.layers.start}-{stage.layers.stop - 1}",
+            str(stage.layers),
             _memory_bar(part),
             f"{format_bytes(stage.need_bytes)} of {format_bytes(part.memory_bytes)}",
             f"{part.busy:.0%}",

@@ -42,7 +42,7 @@ STALL_S = 1.0
 LINK_GRACE_S = 0.05
 # Between two tries of a placement that failed for a reason that may pass.
 RETRY_S = 2.0
-# Since our start: devices that held layers for the orchestrator before us dial every 0.3 s, but not all at once.
+# Since our start: devices that held layers for the orchestrator before us dial every 0.3 s; who is not back may be lost.
 REUNION_S = 2.0
 
 
@@ -138,8 +138,7 @@ class Control:
         """Those that layers may be given to, in the order of their names: a restarted fleet finds its blobs again."""
         silent = self._monitors.unfit(time.monotonic())
         unusable = self._refused | self._unlinked | self.relief.relieving | silent
-        usable = (one for one in self._fleet.placeable() if one[0] not in unusable)
-        return tuple(sorted(usable, key=lambda one: one[0]))
+        return tuple(sorted(one for one in self._fleet.placeable() if one[0] not in unusable))
 
     # Membership
 
@@ -231,11 +230,11 @@ class Control:
         if reunited := self._reunited(workers):
             self._put_in_force((*in_force, *reunited))
             return
+        is_early = not self._has_placed and len(workers) < self._config.expect_workers
         scattered = any(self._sessions[one].hello.HasField("held") for one, _ in workers if self._is_unplaced(one))
-        is_early = scattered and now < self._started_at + REUNION_S
-        if is_early or not workers or (not self._has_placed and len(workers) < self._config.expect_workers):
-            return
-        if self.measuring.awaits(workers, now):
+        if scattered or (not self._has_placed and self._engine.num_parked):
+            is_early = now < self._started_at + REUNION_S
+        if is_early or not workers or self.measuring.awaits(workers, now):
             return
         busy = frozenset(one.pipeline_id for one in in_force if keeps_all or self._is_busy(one.pipeline_id))
         try:

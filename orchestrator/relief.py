@@ -15,7 +15,7 @@ from typing import Any
 
 from orchestrator.core.fleet import Fleet, WorkerState
 from orchestrator.moving import Moved, Mover
-from shoal.errors import InvalidRequest, NotReady, PlacementImpossible
+from shoal.errors import InvalidRequest, NotReady, PlacementImpossible, ShoalError
 from shoal.types import WorkerId
 
 logger = logging.getLogger(__name__)
@@ -129,5 +129,5 @@ class Relief:
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None and not isinstance(task.exception(), NotReady):
+        if not task.cancelled() and task.exception() is not None and not isinstance(task.exception(), ShoalError):
             logger.warning("relief_failed", exc_info=task.exception())

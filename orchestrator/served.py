@@ -24,7 +24,7 @@ from orchestrator.conversations import Conversations, Turn
 from orchestrator.engine import Engine
 from orchestrator.journal import Journal
 from orchestrator.record import AnswerLog, RequestRecord
-from shoal.errors import DeadlineExceeded, NotReady, RequestNotFound, SessionBusy, ShoalError
+from shoal.errors import DeadlineExceeded, NotReady, RequestCancelled, RequestNotFound, SessionBusy, ShoalError
 from shoal.types import FinishReason, KVReuse
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,8 @@ class Served:
     """One request.
 
     answer: None while nobody computes it. turn: of its session. num_sent: answer tokens that a stream took. reader: the task
-    of the stream that it goes to. idle_since: when it last lost its reader. error: what ended it.
+    of the stream that it goes to; is_awaited: it waits for a token. idle_since: when it last lost its reader. error: what
+    ended it.
     """
 
     record: RequestRecord
@@ -58,6 +59,7 @@ class Served:
     reader: asyncio.Task[Any] | None = None
     idle_since: float = 0.0
     error: ShoalError | None = None
+    is_awaited: bool = False
 
     @property
     def key(self) -> tuple[str, str]:
@@ -137,11 +139,15 @@ class ServedRequests:
         )
 
     async def claim(self, served: Served) -> None:
-        """Have an answer go to the stream of this task alone; the one that it went to is cancelled, and let go of it."""
+        """Have an answer go to the stream of this task alone; the one that it went to ends with its next token.
+
+        It is woken if it waits for one, and not disturbed amid a write: a call whose write is cancelled has no status.
+        """
         before, served.reader = served.reader, asyncio.current_task()
         self._keep_no_more(served)
         if before is not None:
-            before.cancel()
+            if served.is_awaited:
+                before.cancel()
             await asyncio.wait({before}, timeout=LET_GO_S)
 
     def is_reader(self, served: Served) -> bool:
@@ -177,11 +183,20 @@ class ServedRequests:
         self._journal.touch(record.record_id)
 
     async def token(self, served: Served, index: int) -> TokenEvent:
-        """The next token of an answer; those that are known come at once. Raises the error that ended it."""
+        """The next token of an answer; those that are known come at once. Raises the error that ended it.
+
+        And RequestCancelled if another stream has claimed it.
+        """
         log = served.log
+        if not self.is_reader(served):
+            raise taken_over()
         if index == len(log.token_ids):
             assert served.answer is not None
-            event = await served.answer.next()
+            served.is_awaited = True
+            try:
+                event = await served.answer.next()
+            finally:
+                served.is_awaited = False
             assert event.index == index, f"token {event.index} came, {index} was due"
             log.append(event.token_id, event.logprobs, self._wall_clock())
             self._journal.touch(served.record.record_id)
@@ -368,3 +383,8 @@ def _finish_of(record: RequestRecord, token_ids: Sequence[int]) -> FinishReason 
     if token_ids and token_ids[-1] in record.stop_ids:
         return FinishReason.STOP
     return FinishReason.LENGTH if len(token_ids) >= record.max_tokens else None
+
+
+def taken_over() -> RequestCancelled:
+    """The end of a stream whose answer another one has claimed."""
+    return RequestCancelled("another stream goes on with this answer")

@@ -30,13 +30,13 @@ from orchestrator.core.sequence import Sequence, SequenceState
 from orchestrator.engine import Engine
 from orchestrator.record import RequestRecord
 from orchestrator.requests import DecodedRequest, RequestDecoder, session_id_of, tenant_of
-from orchestrator.served import Served, ServedRequests
+from orchestrator.served import Served, ServedRequests, taken_over
 from orchestrator.text import TextStream
 from orchestrator.tokenizer import Tokenizer
 from orchestrator.typed_ahead import TypedAhead
 from orchestrator.warming import Warmer
 from shoal import messages, rpc
-from shoal.errors import ContextExceeded, InvalidRequest, NotReady, RequestCancelled, ShoalError
+from shoal.errors import ContextExceeded, InvalidRequest, NotReady, ShoalError
 from shoal.kv import BLOCK_TOKENS
 from shoal.types import FinishReason
 from shoal.v1 import inference_pb2, inference_pb2_grpc
@@ -150,10 +150,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             # Not by the client of this stream, which is to hear of it.
             _uncancel()
             ended = "taken over"
-            raise RequestCancelled("another stream goes on with this answer") from None
+            raise taken_over() from None
         except ShoalError as error:
             ended = error.reason
-            self._served.fail(served, error)
+            if self._served.is_reader(served):
+                self._served.fail(served, error)
             raise
         finally:
             _log_end(served, ended)

@@ -40,7 +40,7 @@ class Desk:
     sessions: dict[str, WorkerSession] = field(default_factory=dict)
     incarnations: dict[str, int] = field(default_factory=dict)
 
-    def join(self, worker_id: str, **profile: Any) -> None:
+    def join(self, worker_id: str, held: fleet_pb2.HeldShard | None = None, **profile: Any) -> None:
         self.incarnations[worker_id] = self.incarnations.get(worker_id, 0) + 1
         device = make_device(max_batch=8, limits=LIMITS, **profile)
         hello = fleet_pb2.Hello(
@@ -48,6 +48,7 @@ class Desk:
             incarnation=self.incarnations[worker_id],
             profile=messages.profile_to_proto(device),
             flow_address=f"{worker_id}:1",
+            held=held,
         )
         self.sessions[worker_id] = self.control.take_in(hello)
         self.tell(worker_id, heartbeat=fleet_pb2.Heartbeat())
@@ -374,3 +375,40 @@ def pace(desk: Desk, pipeline_id: PipelineId) -> Pace:
     lane = desk.engine.lane(pipeline_id)
     assert lane is not None
     return lane.scheduler.pace
+
+
+def held_by(command: fleet_pb2.LoadShard) -> fleet_pb2.HeldShard:
+    return fleet_pb2.HeldShard(
+        pipeline_id=command.pipeline_id, layers=command.layers, model_digest=command.model_digest, shape=command.shape
+    )
+
+
+async def test_devices_that_hold_a_whole_pipeline_have_it_again_whoever_else_is_awaited(fleet_model: TinyModel) -> None:
+    before = make_desk(fleet_model, split="2,2", expect_workers=2)
+    for name in ("w0", "w1"):
+        before.join(name)
+    held = {name: held_by(before.load_command(name)) for name in ("w0", "w1")}
+    desk = make_desk(fleet_model, split="2,2", expect_workers=4)
+
+    for name, shard in held.items():
+        desk.join(name, shard)
+    desk.bring_up("w0", "w1")
+
+    assert desk.serving() == {"p1": ["w0", "w1"]}
+
+
+async def test_who_holds_layers_waits_a_moment_for_its_partner_and_not_for_ever(fleet_model: TinyModel) -> None:
+    before = make_desk(fleet_model, split="2,2", expect_workers=2)
+    for name in ("w0", "w1"):
+        before.join(name)
+    held = held_by(before.load_command("w0"))
+    desk = make_desk(fleet_model, expect_workers=3)
+    desk.join("w0", held)
+    desk.control.tick(desk.control._started_at + control.REUNION_S - 0.1)
+    assert desk.commands("w0") == []
+    desk.control._started_at -= control.REUNION_S
+
+    desk.control.tick(time.monotonic())
+    desk.bring_up("w0")
+
+    assert desk.serving() == {"p1": ["w0"]}

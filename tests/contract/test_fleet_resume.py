@@ -157,6 +157,30 @@ async def test_a_stream_that_is_still_open_gives_way_to_the_one_that_goes_on(sto
     assert tuple(token_id for delta in rest for token_id in delta.token_ids) == expected.token_ids[1:]
 
 
+@pytest.mark.parametrize("is_complete", [True, False])
+async def test_of_many_streams_at_once_each_ends_whole_or_told_that_another_goes_on(
+    store: Path, tmp_path: Path, is_complete: bool
+) -> None:
+    async with fleet_of(store, tmp_path, FAST if is_complete else SLOW) as fleet:
+        first = Reader(fleet.client.stream(PROMPT, **LONG))
+        await first.has_started()
+        if is_complete:
+            await first.result()
+
+        streams = []
+        for _ in range(12):
+            streams.append(asyncio.create_task(Resumed(fleet, 0).responses()))
+            await asyncio.sleep(0.01)
+        async with asyncio.timeout(WAIT_S / 2):
+            outcomes = await asyncio.gather(*streams, return_exceptions=True)
+        await asyncio.wait({first.task})
+
+    whole = [one for one in outcomes if isinstance(one, list)]
+    assert whole
+    assert all(one[-1].HasField("finished") for one in whole)
+    assert all(isinstance(one, RequestCancelled) for one in outcomes if not isinstance(one, list))
+
+
 async def test_nobody_resumes_what_is_not_his(store: Path, tmp_path: Path) -> None:
     async with fleet_of(store, tmp_path) as fleet:
         await broken_off(fleet, tenant="gold")

@@ -44,7 +44,7 @@ def test_each_stage_has_a_bar_of_layers_and_of_memory(
     plan(profiles=write_devices(tmp_path, 1.0), model="tiny", home=home, objective="latency")
     lines = lines_of(capsys)
     (stage,) = [line for line in lines if line.startswith("phone0-1*  ")]
-    assert "██████  0-5" in stage
+    assert "██████  [0, 6)" in stage
     assert " of 256 MiB" in stage
     assert any(line.startswith("bound by ") for line in lines)
     assert max(len(line) for line in lines) <= WIDTH
