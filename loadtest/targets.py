@@ -25,6 +25,7 @@ from shoal.errors import (
     RequestCancelled,
     ShoalError,
 )
+from shoal.resumption import DEFAULT_RESUME_S
 from shoal.types import FinishReason
 
 if TYPE_CHECKING:
@@ -54,16 +55,19 @@ class Target(Protocol):
 class ShoalTarget:
     """A Shoal orchestrator.
 
-    is_chat: prompts go as the message of a chat; otherwise they are continued as they are. One connection serves all
+    is_chat: prompts go as the message of a chat; otherwise they are continued as they are. resume_s: how long to go on with a
+    stream that broke off, as any client does. One connection serves all
     calls: four in its place changed neither rates nor gaps at 32 streams on loopback, where reading a token costs this
     process some 0.15 ms.
     """
 
-    def __init__(self, address: str, *, model: str = "", is_chat: bool = True) -> None:
+    def __init__(
+        self, address: str, *, model: str = "", is_chat: bool = True, resume_s: float = DEFAULT_RESUME_S
+    ) -> None:
         self._address = address
         self._model = model
         self._is_chat = is_chat
-        self._client = AsyncClient(address)
+        self._client = AsyncClient(address, resume_s=resume_s)
 
     async def describe(self) -> str:
         try:

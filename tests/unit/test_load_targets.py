@@ -196,7 +196,7 @@ async def test_shoal_says_how_many_tokens_came_and_who_served() -> None:
 async def test_an_orchestrator_that_goes_away_in_mid_answer_is_a_lost_connection() -> None:
     with ExitStack() as running:
         server = running.enter_context(FakeServer(SITUATIONS["hangs"][0]))
-        target = ShoalTarget(server.address)
+        target = ShoalTarget(server.address, resume_s=0.0)
         task = asyncio.create_task(fault(target))
         await asyncio.to_thread(server.orchestrator.is_hanging.wait, WAIT_S)
         await asyncio.to_thread(running.close)
