@@ -55,10 +55,9 @@ class Target(Protocol):
 class ShoalTarget:
     """A Shoal orchestrator.
 
-    is_chat: prompts go as the message of a chat; otherwise they are continued as they are. resume_s: how long to go on with a
-    stream that broke off, as any client does. One connection serves all
-    calls: four in its place changed neither rates nor gaps at 32 streams on loopback, where reading a token costs this
-    process some 0.15 ms.
+    is_chat: prompts go as the message of a chat; otherwise they are continued as they are. resume_s: how long it is tried
+    to go on with a stream that broke off. One connection serves all calls: four in its place changed neither rates nor gaps
+    at 32 streams on loopback, where reading a token costs this process some 0.15 ms.
     """
 
     def __init__(

@@ -54,6 +54,7 @@ class Faults:
         faults = world.scenario.faults
         (kind,) = world.random.choices(list(faults), weights=list(faults.values()))
         device = world.random.choice(list(world.devices.values()))
+        world.happened[kind] += 1
         world.note(f"fault: {kind} {device.worker_id}")
         self._kinds[kind](device)
         self.plan_next()
@@ -79,9 +80,8 @@ class Faults:
     def _kill(self, device: Device) -> None:
         if device.worker is not None and device.worker.process.is_alive:
             self._world.end_life(device.worker)
-            self._start_later(device)
 
-    def _start_later(self, device: Device) -> None:
+    def start_later(self, device: Device) -> None:
         self._world.after(self._world.random.choice((0.05, 0.5, 3.0, 8.0)), lambda: self._world.start_worker(device))
 
     def cut_all(self, worker: SimulatedWorker, delay_s: float) -> None:
@@ -142,7 +142,6 @@ class Faults:
         worker = device.worker
         if worker is not None and device.is_up(self._world.now()):
             worker.process.do(worker.leave)
-            self._world.after(self._world.random.uniform(1.0, 20.0), lambda: self._world.start_worker(device))
 
     def _break_step(self, device: Device) -> None:
         if device.worker is not None:

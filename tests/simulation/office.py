@@ -16,7 +16,8 @@ import grpc
 from modelstore.manifest import Manifest
 from modelstore.store import ModelStore
 from orchestrator.clock import Alarm
-from orchestrator.control import Control
+from orchestrator.control import TICK_S, Control
+from orchestrator.core.fleet import Member, WorkerState
 from orchestrator.engine import Engine
 from orchestrator.flow import FlowHub
 from orchestrator.membership import FleetServicer
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
 
     from tests.simulation.worker import SimulatedWorker
     from tests.simulation.world import World
+
+
+# Leases are looked at with every tick.
+TICK_SLACK_S = 2 * TICK_S
 
 
 class Timer:
@@ -107,6 +112,23 @@ class Office:
     def check_invariants(self) -> None:
         self.engine.check_invariants()
         self.control._fleet.check_invariants()
+        self._check_pipelines()
+        for member in self.control._fleet.members():
+            self._check_member(member)
+
+    def _check_member(self, member: Member) -> None:
+        """Who is taken to hold a stage has said so of this very epoch, and nobody is a member whose lease is over."""
+        if self.world.is_attentive:
+            assert member.lease_expires_at > self.world.now() - TICK_SLACK_S, f"its lease is over: {member.story()}"
+        worker = self.world.devices[member.worker_id].worker
+        if member.state is not WorkerState.READY or worker is None or worker.incarnation != member.incarnation:
+            return
+        assert member.pipeline_id is not None
+        placed = self.control._fleet.placed(member.pipeline_id)
+        assert placed is not None
+        assert (member.pipeline_id, placed.epoch) in worker.loaded, f"it has not loaded that: {member.story()}"
+
+    def _check_pipelines(self) -> None:
         for pipeline_id in self.engine.pipelines:
             lane = self.engine.lane(pipeline_id)
             assert lane is not None

@@ -85,6 +85,7 @@ class Request:
         self.finish: FinishReason | None = None
         # Tokens that an earlier orchestrator delivered, and this one computes again.
         self._next_index = 0
+        self._adopted_at = now
 
     @property
     def is_over(self) -> bool:
@@ -119,7 +120,7 @@ class Request:
         sequence = self.sequence(engine, now)
         sequence.output_token_ids = list(entry.token_ids)
         sequence.trail_id = entry.trail_id
-        self._next_index = len(entry.token_ids)
+        self._next_index, self._adopted_at = len(entry.token_ids), now
         self.answer = engine.adopt(sequence, self.wish.request_id, wait_s)
 
     def read(self) -> list[int]:
@@ -150,9 +151,10 @@ class Request:
         self.finish = event.finish
 
     def check_deadline(self, now: float) -> None:
-        """It is over when its deadline is."""
+        """It is over when its deadline is, or soon after an orchestrator has it again."""
         if self.deadline_at is not None and not self.is_over:
-            assert now < self.deadline_at + DEADLINE_SLACK_S, f"{self.wish.request_id} is not over after its deadline"
+            at = max(self.deadline_at, self._adopted_at)
+            assert now < at + DEADLINE_SLACK_S, f"{self.wish.request_id} is not over after its deadline"
 
     def is_late(self, now: float) -> bool:
         """Whether it ended because its deadline passed, which it had."""

@@ -78,6 +78,7 @@ def _play_one(seed: int, *, is_tracing: bool) -> int:
 
 def _tell(text: str) -> None:
     sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

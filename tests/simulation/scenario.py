@@ -48,8 +48,8 @@ def draw_scenario(random: Random, footprint: ModelFootprint) -> Scenario:
         _draw_device(random, f"w{index}", footprint, num_slots, keeps_blocks=keeps_blocks, has_large=has_large)
         for index in range(num_devices)
     )
-    stop_at_s = random.uniform(3.0, 9.0)
-    num_wishes = random.randint(3, 7)
+    stop_at_s = random.uniform(3.0, 7.0)
+    num_wishes = random.randint(2, 6)
     wishes = [(random.uniform(0.3, 0.8 * stop_at_s), draw_wish(random, number)) for number in range(1, num_wishes + 1)]
     # Without somebody who dies, little is to be gone on with.
     kinds = {"kill", *random.sample(FAULTS, random.randint(1, len(FAULTS)))}

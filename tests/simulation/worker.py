@@ -73,6 +73,8 @@ class SimulatedWorker:
         self.current: fleet_pb2.LoadShard | None = None
         self.stage: SimulatedStage | None = None
         self.is_leaving = False
+        # Pipelines and epochs that it has said to hold a stage of, to the orchestrator that is there.
+        self.loaded: set[tuple[str, int]] = set()
         # Links from other stages, to be let go of with the epoch.
         self.inbound: list[Stream[flow_pb2.Frame]] = []
         self.next_link: Stream[flow_pb2.Frame] | None = None
@@ -183,6 +185,7 @@ class SimulatedWorker:
         self.uplink = self.world.open_uplink(self, welcome.link_token)
         self.lifecycle.move_to(WorkerState.ATTACHED)
         self._attempt = 0
+        self.loaded.clear()
         if self.is_leaving:
             self.report(leaving=fleet_pb2.Leaving())
         self._beat(self._num_attached, welcome.heartbeat_interval_s / self.device.skew)
@@ -216,6 +219,7 @@ class SimulatedWorker:
         self._num_loads += 1
         number, spec = self._num_loads, _spec_of(command)
         if self.stage is not None and earlier is not None and _is_same_shard(earlier, command):
+            self.world.happened["rebased"] += 1
             self.world.note(f"{self.device.worker_id} goes over to epoch {command.epoch}")
             self._post(lambda: self._loaded(number, spec, is_rebased=True))
             return
@@ -234,6 +238,7 @@ class SimulatedWorker:
             self.stage = SimulatedStage(spec, partial(self._route, spec), self._host, self._writes, self.process.after)
         self.lifecycle.move_to(WorkerState.LOADED)
         loaded = fleet_pb2.ShardLoaded(pipeline_id=spec.pipeline_id, epoch=spec.epoch, stage=spec.stage)
+        self.loaded.add((spec.pipeline_id, spec.epoch))
         self.report(shard_loaded=loaded)
 
     def _unload(self) -> None:

@@ -9,12 +9,10 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-import logging
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter, deque
+from collections.abc import Callable
 from random import Random
 from unittest import mock
 
@@ -36,6 +34,7 @@ from tests.simulation.office import Attachment, Office, Uplink
 from tests.simulation.requests import Entry, Request, Wish
 from tests.simulation.scenario import CONTEXT_TOKENS, draw_scenario
 from tests.simulation.store import SimulatedRedis
+from tests.simulation.trace import brief, quiet
 from tests.simulation.worker import Device, SimulatedWorker
 from tests.support.virtual_time import VirtualLoop
 
@@ -98,6 +97,8 @@ class World:
         self._is_enough: dict[tuple[WorkerId, ...], bool] = {}
         self.num_broken_steps = 0
         self.num_refused = 0
+        # For whoever asks whether enough happens.
+        self.happened: Counter[str] = Counter()
         self.is_calm = False
         self.last_short_at = 0.0
         self._num_waiting_wishes = len(self.scenario.wishes)
@@ -130,6 +131,11 @@ class World:
         if not self._done.done():
             self._done.set_exception(error)
 
+    @property
+    def is_attentive(self) -> bool:
+        """Whether nobody was kept from his turn just now: after that, heartbeats are seen late."""
+        return self.now() > self._stalled_until + LEASE_SLACK_S
+
     def stall(self, duration_s: float) -> None:
         """Nobody gets a turn for so long."""
         self.last_short_at = self._stalled_until = self.now() + duration_s
@@ -154,7 +160,7 @@ class World:
                 mock.patch.multiple(time, monotonic=self._loop.time, monotonic_ns=stamps),
                 mock.patch.object(shards, "build_shard_graph", return_value=b""),
                 mock.patch.object(shape, "build_shard_graph", return_value=b""),
-                _quiet(),
+                quiet(),
             ):
                 runner.run(self._play())
 
@@ -203,7 +209,11 @@ class World:
         assert self.office.engine.is_idle
         for device in self.devices.values():
             stage = None if device.worker is None else device.worker.stage
-            held = [] if stage is None else [slot.run_id for slot in stage.slots.values() if not slot.is_retained]
+            if stage is None or not self.office.control._fleet.is_current(
+                PipelineId(stage.spec.pipeline_id), stage.spec.epoch
+            ):
+                continue
+            held = [slot.run_id for slot in stage.slots.values() if not slot.is_retained]
             # A Cancel may be under way still.
             assert len(held) <= 1, f"{device.worker_id} still holds runs {held}"
 
@@ -223,6 +233,7 @@ class World:
             # Redis was away, or forgot: the client is told that nobody knows it.
             request.error = InternalError("the journal does not have it")
             return
+        self.happened["adopted"] += 1
         self.note(f"{request.wish.request_id} is adopted with {len(entry.token_ids)} tokens")
         request.adopt(self.office.engine, entry, UNCLAIMED_S, self.now())
 
@@ -232,10 +243,13 @@ class World:
             device.worker = SimulatedWorker(self, device)
 
     def end_life(self, worker: SimulatedWorker) -> None:
-        """A worker's process ends; the others learn of it by the ends of their streams."""
+        """A worker's process ends, and comes back later; the others learn of it by the ends of their streams."""
+        if not worker.process.is_alive:
+            return
         self.note(f"{worker.device.worker_id} ends")
         worker.process.kill()
         self._faults.cut_all(worker, self.delay_s())
+        self._faults.start_later(worker.device)
 
     def is_enough(self) -> bool:
         """Whether those who are up can hold the model."""
@@ -339,6 +353,7 @@ class World:
 
     def _cancel(self, request: Request) -> None:
         if not request.is_over and self.office is not None and request.answer is not None:
+            self.happened["cancelled"] += 1
             self.note(f"{request.wish.request_id} is cancelled")
             request.is_cancelled = True
             self.office.engine.abort(request.answer.sequence.sequence_id)
@@ -368,19 +383,22 @@ class World:
         assert member is not None, f"{what}: not a member"
         assert member.incarnation == worker.incarnation, f"{what}: a ghost"
         # Who did not get a turn did not see heartbeats either.
-        slack_s = LEASE_SLACK_S if self.now() > self._stalled_until + LEASE_SLACK_S else math.inf
+        slack_s = LEASE_SLACK_S if self.is_attentive else math.inf
         assert member.lease_expires_at > self.now() - slack_s, f"{what}: no lease"
         assert member.state in (WorkerState.READY, WorkerState.DRAINING), f"{what}: {member.story()}"
         if self.is_tracing:
             self.note(f"orchestrator sends {what}")
 
     def _check(self) -> None:
-        if not self.is_enough():
-            self.last_short_at = self.now()
         office = self.office
-        if office is None or office.process.num_done == self._num_checked:
+        if office is None:
+            self.last_short_at = self.now()
+            return
+        if office.process.num_done == self._num_checked:
             return
         self._num_checked = office.process.num_done
+        if not self.is_enough():
+            self.last_short_at = self.now()
         for request in self.requests:
             if request.is_over:
                 continue
@@ -390,7 +408,7 @@ class World:
                 self._write_journal(request)
             if request.error is not None:
                 self._check_error(request, request.error)
-            if self.now() > self._stalled_until + LEASE_SLACK_S:
+            if self.is_attentive:
                 request.check_deadline(self.now())
         office.check_invariants()
 
@@ -406,6 +424,14 @@ class World:
             f"{request.wish.request_id} ended though there were devices enough: {error!r}"
         )
 
+    def summary(self) -> Counter[str]:
+        """How often what happened in the whole run."""
+        answers = [request.answer for request in self.requests if request.answer is not None]
+        return self.happened + Counter(
+            finished=sum(request.finish is not None for request in self.requests),
+            recovered=sum(answer.sequence.num_recoveries for answer in answers),
+        )
+
     def story(self) -> str:
         """How things stand, for whoever looks at a failure."""
         office = self.office
@@ -413,42 +439,3 @@ class World:
             "no orchestrator" if office is None else "; ".join(one.story() for one in office.control._fleet.members())
         )
         return f"{fleet}; {'' if office is None else office.control._waiting_for()}"
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Log nothing meanwhile: what an orchestrator warns of is meant to happen here."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)
-
-
-def brief(frame: flow_pb2.Frame) -> str:
-    """A frame in a line."""
-    body = frame.WhichOneof("body")
-    where = f"{frame.pipeline_id}/{frame.epoch} to {frame.to_stage}"
-    match body:
-        case "step":
-            rows = " ".join(
-                f"{row.sequence_id}@{row.slot}[{row.position}+{row.num_tokens}]{'*' if row.HasField('start') else ''}"
-                for row in frame.step.rows
-            )
-            return f"step {frame.step.step} ({where}) {rows} burst {frame.step.burst_steps}"
-        case "step_result":
-            result = frame.step_result
-            tokens = " ".join(f"{token.sequence_id}:{token.token_id}" for token in result.tokens)
-            return f"result {result.step} ({where}) {tokens} burst {result.burst_steps}"
-        case "cancel":
-            refs = " ".join(f"{ref.sequence_id}@{ref.slot}" for ref in frame.cancel.sequences)
-            return f"cancel ({where}) {refs}"
-        case "restore":
-            restore = frame.restore
-            return f"restore ({where}) {restore.sequence_id}@{restore.slot} {restore.num_tokens} tokens"
-        case "restored":
-            blocks = frame.restored.restored
-            return f"restored ({where}) {frame.restored.sequence_id}: {blocks.num_blocks} blocks, {blocks.num_tokens} tokens"
-        case _:
-            return f"{body} ({where})"
