@@ -221,8 +221,8 @@ class Control:
 
     # Placement
 
-    def _consider_placement(self, *, keeps_all: bool = False) -> None:
-        """Place if it is wanted, and only what does not disturb anybody's answer, nor (keeps_all) any pipeline at all."""
+    def _consider_placement(self) -> None:
+        """Place if it is wanted, and only what does not disturb anybody's answer."""
         now, in_force = time.monotonic(), self._fleet.placements
         if not self._wants_placement or now < self._retry_at or (in_force and self._mover.is_moving):
             return
@@ -236,7 +236,7 @@ class Control:
             is_early = now < self._started_at + REUNION_S
         if is_early or not workers or self.measuring.awaits(workers, now):
             return
-        busy = frozenset(one.pipeline_id for one in in_force if keeps_all or self._is_busy(one.pipeline_id))
+        busy = frozenset(one.pipeline_id for one in in_force if self._is_busy(one.pipeline_id))
         try:
             choice = self._placing.choose(Situation(workers, self._fleet.profiles(), in_force, busy), now)
         except (PlacementImpossible, ConfigError) as error:
@@ -409,7 +409,7 @@ class Control:
             figures = self.measuring.figures()
             repaired = self._planner.repair(placement, worker_id, free, figures) if is_gone else placement
         if repaired is None:
-            self._consider_placement(keeps_all=True)
+            self._consider_placement()
             return
         # Should it break again at once, others come first.
         self._retry_at = time.monotonic() + (0.0 if is_gone else RETRY_S)

@@ -64,7 +64,8 @@ class Placing:
         self._told = ""
 
     def changed(self, now: float) -> None:
-        """Other placements were put in force."""
+        """Other placements were put in force: what was chosen before says nothing of what to do once they are lost."""
+        self._asked = None
         self._replacement.changed(now)
 
     def is_review_due(self, now: float) -> bool:

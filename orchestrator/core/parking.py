@@ -20,12 +20,17 @@ MAX_PARKED_S = 60.0
 
 @dataclass(slots=True)
 class _Parked:
-    """error: what to end it with. last_at: when it has waited too long whatever happens."""
+    """error: what to end it with."""
 
     sequence: Sequence
     error: ShoalError
+    parked_at: float
     give_up_at: float
-    last_at: float
+
+    @property
+    def last_at(self) -> float:
+        """When it has waited too long whatever happens."""
+        return self.parked_at + MAX_PARKED_S
 
 
 class Parking:
@@ -50,15 +55,14 @@ class Parking:
         """Let a sequence wait for a pipeline, PARKED_S if nothing else is said, and end with this error if none comes."""
         assert sequence.sequence_id not in self._parked, sequence.story()
         self._parked[sequence.sequence_id] = _Parked(
-            sequence, error, now + (PARKED_S if wait_s is None else wait_s), now + MAX_PARKED_S
+            sequence, error, parked_at=now, give_up_at=now + (PARKED_S if wait_s is None else wait_s)
         )
-        sequence.queued_at = now
 
     def remove(self, sequence_id: SequenceId, now: float) -> bool:
         """Take one out that is taken, or that nobody wants any more; False if it is not in here."""
         parked = self._parked.pop(sequence_id, None)
         if parked is not None:
-            parked.sequence.queue_s += now - parked.sequence.queued_at
+            parked.sequence.queue_s += now - parked.parked_at
         return parked is not None
 
     def hold(self, now: float) -> None:

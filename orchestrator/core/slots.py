@@ -64,7 +64,7 @@ class SlotPool:
         reserved = round_up_to_page(num_tokens)
         if not self._free or self.used_tokens + reserved > self.kv_tokens:
             return None
-        if preferred in self._free:
+        if preferred is not None and preferred in self._free:
             slot = preferred
             self._free.remove(slot)
             heapq.heapify(self._free)

@@ -10,7 +10,7 @@ from orchestrator.core import conditions, replacement
 from shoal import messages
 from shoal.types import Telemetry
 from shoal.v1 import fleet_pb2
-from tests.contract.test_control import Desk, make_desk
+from tests.support.desk import Desk, make_desk
 from tests.support.shards import TinyModel
 
 GIB = 1 << 30

@@ -11,7 +11,7 @@ from orchestrator.core.parking import MAX_PARKED_S, PARKED_S
 from orchestrator.engine import MAX_VAIN_RECOVERIES, MIN_TRAIL_TOKENS
 from orchestrator.pipeline import Pipeline, StageMember
 from shoal.errors import DeadlineExceeded, NotReady, WorkerLost
-from shoal.types import KVReuse, LayerRange, SequenceId, WorkerId
+from shoal.types import KVReuse, LayerRange, SamplingParams, SequenceId, WorkerId
 from tests.support.builders import make_sequence, with_blocks
 from tests.support.lanes import (
     FALLBACK_S,
@@ -70,6 +70,17 @@ def test_an_answer_goes_on_in_the_pipeline_that_is_built_anew_with_the_same_text
     assert answer.sequence.num_recoveries == 1
     assert [what for what, _ in told(harness, "r1")].count("parked") == 1
     assert harness.engine.is_idle
+
+
+def test_the_time_without_a_pipeline_counts_as_waiting() -> None:
+    harness = Harness()
+    answer = start(harness)
+    lose(harness)
+    harness.clock.move_to(4.0)
+
+    rebuild(harness).compute_all()
+
+    assert answer.sequence.queue_s == 4.0
 
 
 def test_it_goes_on_where_it_was_and_computes_little_again() -> None:
@@ -259,3 +270,40 @@ async def test_an_adopted_answer_waits_for_a_pipeline_as_long_as_it_is_told() ->
     harness.clock.move_to(30.0)
 
     assert isinstance(await error_of(answer), NotReady)
+
+
+def test_a_pipeline_that_is_placed_anew_is_no_loss() -> None:
+    harness = Harness()
+    answer = start(harness)
+    harness.engine.pipeline_down(P1, NotReady("the layers are being placed anew"))
+
+    rebuild(harness).compute_all()
+
+    assert token_ids(answer) == expected_answer(NUM_PROMPT, NUM_ANSWER)
+    assert answer.sequence.num_recoveries == 0
+
+
+@pytest.mark.parametrize(
+    ("sampling", "is_told"),
+    [
+        (SamplingParams(), False),
+        (SamplingParams(presence_penalty=0.5), True),
+        (SamplingParams(frequency_penalty=0.5), True),
+        (SamplingParams(repetition_penalty=1.1), True),
+    ],
+)
+def test_the_last_stage_is_told_what_penalties_count_of_an_answer_that_it_did_not_draw(
+    sampling: SamplingParams, is_told: bool
+) -> None:
+    harness = Harness()
+    answer = harness.submit(1, num_prompt=8, max_tokens=NUM_ANSWER, sampling=sampling)
+    while len(answer.sequence.output_token_ids) < 12:
+        assert harness.p1.compute()
+    known = list(answer.sequence.output_token_ids)
+    lose(harness)
+    stages = rebuild(harness)
+    stages.model.trail_lag = 2
+    stages.compute_all()
+
+    (started,) = [row.start for step in stages.steps() for row in step.rows if row.HasField("start")]
+    assert list(started.answer_token_ids) == (known[:-2] if is_told else [])
