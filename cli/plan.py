@@ -43,7 +43,9 @@ def plan(
     context: Annotated[
         int, typer.Option(min=0, help="Tokens promised to each stream; 0: what there is memory for.")
     ] = 0,
-    streams: Annotated[int, typer.Option(min=1, max=10_000, help="Streams at the same time.")] = 16,
+    streams: Annotated[
+        int, typer.Option(min=1, max=10_000, help="Streams at the same time, of all pipelines together.")
+    ] = 16,
     replicas: Annotated[int, typer.Option(min=0, max=64, help="Pipelines; 0: as many as give most tokens.")] = 1,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt whose first token is predicted.")] = 256,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -65,6 +67,7 @@ def plan(
         objective=Objective(objective),
         replicas=replicas,
         is_promised=context > 0,
+        is_shared=True,
         prompt_tokens=prompt,
     )
     found = plan_pipelines(footprint(manifest), fleet, demand)

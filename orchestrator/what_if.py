@@ -5,7 +5,6 @@ Puts profiles and messages into the planner's values; decides nothing. Called by
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 from orchestrator.core.figures import (
@@ -17,7 +16,7 @@ from orchestrator.core.figures import (
     declared_times,
 )
 from orchestrator.core.footprint import ModelFootprint
-from orchestrator.measuring import times_from_proto
+from orchestrator.measuring import link_from_proto, times_from_proto
 from shoal import messages
 from shoal.types import DeviceProfile, WorkerId
 from shoal.v1 import admin_pb2
@@ -45,8 +44,7 @@ def fleet_of_messages(devices: Iterable[admin_pb2.PlannedDevice]) -> FleetFigure
         figures.append(DeviceFigures(worker_id, profile, times, device.is_declared, device.times.free_bytes))
         for link in device.links:
             far = WorkerId(link.worker_id) if link.worker_id else None
-            bytes_per_s = link.mbit_s * 1e6 / 8 or math.inf
-            links[worker_id, far] = LinkFigures(link.rtt_ms / 2e3, bytes_per_s)
+            links[worker_id, far] = link_from_proto(link)
     return FleetFigures(tuple(figures), links)
 
 

@@ -30,21 +30,22 @@ def cut(
     if num_stages == 1:
         return _alone(costs, order[0], limit_s, enter_s, leave_s)
     last = order[-1]
-    # Where each stage must end at least, or the stages behind it have no room for the rest.
+    # Where each stage must end at least, or the stages behind it have no room for the rest; and at most, for its own.
     caps = [
         min(costs.max_layers[device], costs.most_layers_within(device, limit_s, device == last)) for device in order
     ]
     least = [num_layers - behind for behind in accumulate(reversed(caps[1:]))][::-1]
+    most = [min(held, num_layers - num_stages + index) for index, held in enumerate(accumulate(caps), start=1)]
     if least[0] > caps[0] or min(caps) < 1:
         return None
     # By stage and where it ends, the start of its layers that is fastest.
     starts: list[list[int]] = []
     times = _first(costs, order[0], limit_s)
     for index, device in enumerate(order[1:-1], start=1):
-        times, origins = _middle(costs, device, times, max(least[index], index + 1), limit_s)
+        times, origins = _middle(costs, device, times, range(max(least[index], index + 1), most[index] + 1), limit_s)
         starts.append(origins)
-    most = costs.most_layers_within(last, limit_s, True)
-    first_start = max(costs.rooms[last].last_start, num_layers - most, num_stages - 1)
+    most_of_last = costs.most_layers_within(last, limit_s, True)
+    first_start = max(costs.rooms[last].last_start, num_layers - most_of_last, num_stages - 1)
     layer_s = costs.layer_s[last]
     if first_start >= num_layers:
         return None
@@ -73,9 +74,9 @@ def _first(costs: StageCosts, device: int, limit_s: float) -> list[float]:
 
 
 def _middle(
-    costs: StageCosts, device: int, before: list[float], least: int, limit_s: float
+    costs: StageCosts, device: int, before: list[float], stops: range, limit_s: float
 ) -> tuple[list[float], list[int]]:
-    """Times by where the stage ends, from `least` on, and the start of each: a minimum over a sliding window.
+    """Times by where the stage ends, as far as that is in `stops`, and the start of each: a minimum over a sliding window.
 
     Links add the same to all.
     """
@@ -85,7 +86,7 @@ def _middle(
     window: list[int] = []
     head, oldest, next_start = 0, 1, 1
     based = [time - start * layer_s for start, time in enumerate(before)]
-    for stop in range(least, num_layers):
+    for stop in stops:
         while oldest < stop and (reach[oldest] < stop or oldest + most < stop):
             oldest += 1
         for start in range(max(next_start, oldest), stop):

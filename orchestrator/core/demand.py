@@ -6,7 +6,7 @@ A value, with the amounts of KV that follow from it. Made from options by `orche
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from orchestrator.core.footprint import ModelFootprint
 from orchestrator.core.slots import round_up_to_page
@@ -21,8 +21,9 @@ MIN_CONTEXT_TOKENS = 512
 class Demand:
     """What the operator wants.
 
-    num_streams: sequences at the same time, of each pipeline. context_tokens: what a sequence shall be able to have; 0: what
-    the model allows. is_promised: KV for all of that must fit; else as much as there is memory for, at least one
+    num_streams: sequences at the same time, of each pipeline; of all together if is_shared, and where the number of
+    pipelines is left open, because only so can numbers be compared. context_tokens: what a sequence shall be able to have;
+    0: what the model allows. is_promised: KV for all of that must fit; else as much as there is memory for, at least one
     conversation. split: layers of each stage of the one shared pipeline, 0 for a device to leave out. replicas: pipelines to
     make of the devices not kept for latency, fewer if these do not suffice; 0: as many as give most tokens. prompt_tokens:
     of the prompt whose first token is predicted.
@@ -34,6 +35,7 @@ class Demand:
     split: tuple[int, ...] | None = None
     replicas: int = 1
     is_promised: bool = False
+    is_shared: bool = False
     prompt_tokens: int = 256
 
     def __post_init__(self) -> None:
@@ -44,6 +46,17 @@ class Demand:
                 f"split gives the stages of one pipeline, replicas = {self.replicas} asks for more: leave out one of them",
                 field="split",
             )
+
+    @property
+    def has_shared_streams(self) -> bool:
+        """Whether num_streams is of all pipelines together."""
+        return self.is_shared or self.replicas == 0
+
+    def of_each(self, num_pipelines: int) -> Demand:
+        """What is wanted of each of so many pipelines: its part of the streams if they are shared."""
+        if not self.has_shared_streams:
+            return self
+        return replace(self, num_streams=-(-self.num_streams // num_pipelines))
 
     def context_of(self, model: ModelFootprint) -> int:
         """The longest sequence that is wanted and possible."""

@@ -7,9 +7,9 @@ longer beat what is known are dropped. Twice as many sets a device: for small fl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from orchestrator.core.stage_costs import Route, StageCosts, route_of
+from orchestrator.core.stage_costs import ANYBODY, Members, Route, StageCosts, route_of
 
 # Plans are equally good if they differ by less: sums of the same times in another order do.
 TOLERANCE = 1e-9
@@ -35,28 +35,28 @@ def fastest_ring(costs: StageCosts, below_s: float = math.inf, num_stages: int |
 
 
 def fastest_within(
-    costs: StageCosts, limit_s: float, below_s: float, num_stages: int, is_allowed: Callable[[int], bool]
+    costs: StageCosts, limit_s: float, below_s: float, num_stages: int, members: Members
 ) -> Route | None:
     """The route of so many stages with the least total_s, none of whose stages or links takes longer than limit_s.
 
-    From the orchestrator and back to it. None if none takes less than below_s. is_allowed: of the set of devices, as bits.
+    From the orchestrator and back to it. None if none takes less than below_s.
     """
     firsts = list(range(costs.num_devices))
-    search = _Search(costs, firsts, costs.enter_s, costs.leave_s, limit_s, num_stages, is_allowed)
+    search = _Search(costs, firsts, costs.enter_s, costs.leave_s, limit_s, num_stages, members)
     return search.run(below_s)
 
 
-def can_cover(costs: StageCosts, limit_s: float, num_stages: int, is_allowed: Callable[[int], bool]) -> bool:
+def can_cover(costs: StageCosts, limit_s: float, num_stages: int, members: Members) -> bool:
     """Whether so many stages, none of which takes longer than limit_s, can hold all layers; links are not looked at.
 
     For each set of devices, how far it gets in its best order: farther is never worse, so one number a set is enough.
     """
     num_layers, twins = costs.num_layers, costs.twin_before
-    devices = range(costs.num_devices)
-    most = [costs.most_layers_within(device, limit_s, False) for device in devices]
-    starts = [first_start(costs, device, limit_s) for device in devices]
+    devices = members.of(costs.num_devices)
+    most = {device: costs.most_layers_within(device, limit_s, False) for device in devices}
+    starts = {device: first_start(costs, device, limit_s) for device in devices}
     if num_stages == 1:
-        return any(starts[device] == 0 and is_allowed(1 << device) for device in devices)
+        return any(starts[device] == 0 and members.allow(1 << device) for device in devices)
     farthest = {0: 0}
     for num_held in range(1, num_stages):
         grown: dict[int, int] = {}
@@ -70,7 +70,7 @@ def can_cover(costs: StageCosts, limit_s: float, num_stages: int, is_allowed: Ca
                     grown[more] = stop
         farthest = grown
     return any(
-        start >= starts[device] and is_allowed(held | 1 << device)
+        start >= starts[device] and members.allow(held | 1 << device)
         for held, start in farthest.items()
         for device in devices
         if not held >> device & 1
@@ -96,7 +96,7 @@ class _Search:
         leave_s: Sequence[float],
         limit_s: float,
         num_stages: int | None,
-        is_allowed: Callable[[int], bool] = lambda _: True,
+        members: Members = ANYBODY,
     ) -> None:
         self._costs = costs
         self._firsts = firsts
@@ -104,10 +104,10 @@ class _Search:
         self._leave_s = leave_s
         self._limit_s = limit_s
         self._num_stages = num_stages
-        self._is_allowed = is_allowed
-        devices = range(costs.num_devices)
-        self._most = [costs.most_layers_within(device, limit_s, False) for device in devices]
-        self._caps = [min(costs.max_layers[device], max(self._most[device], 0)) for device in devices]
+        self._members = members
+        self._able = members.of(costs.num_devices)
+        self._most = [costs.most_layers_within(device, limit_s, False) for device in range(costs.num_devices)]
+        self._caps = [min(most, max(within, 0)) for most, within in zip(costs.max_layers, self._most, strict=True)]
         self._times: dict[int, dict[int, _Times]] = {}
         self._rests: dict[int, _Times] = {}
         self._below_s = math.inf
@@ -121,7 +121,7 @@ class _Search:
             for device in self._firsts:
                 self._finish_alone(device)
         level = self._begin() if self._num_stages != 1 else {}
-        most = min(self._num_stages or costs.num_devices, costs.num_devices, costs.num_layers)
+        most = min(self._num_stages or len(self._able), len(self._able), costs.num_layers)
         for num_held in range(1, most):
             self._times.update(level)
             is_end = self._num_stages in (None, num_held + 1)
@@ -129,7 +129,7 @@ class _Search:
             for devices in sorted(level):
                 for device in self._next(devices):
                     joined = self._join(level[devices], device)
-                    if is_end and self._is_allowed(devices | 1 << device):
+                    if is_end and self._members.allow(devices | 1 << device):
                         self._finish(devices, device, joined)
                     if num_held + 1 < most:
                         more = devices | 1 << device
@@ -144,14 +144,14 @@ class _Search:
         twins = self._costs.twin_before
         return [
             device
-            for device in range(self._costs.num_devices - 1, -1, -1)
+            for device in reversed(self._able)
             if not devices >> device & 1 and (twins[device] < 0 or devices >> twins[device] & 1)
         ]
 
     def _begin(self) -> dict[int, dict[int, _Times]]:
         level: dict[int, dict[int, _Times]] = {}
         for device in self._firsts:
-            if self._costs.twin_before[device] >= 0:
+            if self._costs.twin_before[device] >= 0 or device not in self._able:
                 continue
             times, rest_s = [math.inf] * (self._costs.num_layers + 1), self._rest_s(1 << device, 1)
             before_s = self._enter_s[device] + self._costs.pass_s[device]
@@ -216,7 +216,7 @@ class _Search:
         if known is not None:
             return known
         costs, num_layers = self._costs, self._costs.num_layers
-        others = [device for device in range(costs.num_devices) if not devices >> device & 1]
+        others = [device for device in self._able if not devices >> device & 1]
         num_more = (self._num_stages or num_held + 1) - num_held
         most = (self._num_stages or costs.num_devices) - num_held
         end_s = min((costs.head_s[one] + costs.pass_s[one] + self._leave_s[one] for one in others), default=math.inf)
@@ -237,7 +237,7 @@ class _Search:
         costs = self._costs
         total_s = self._enter_s[device] + costs.stage_s(device, costs.num_layers, True) + self._leave_s[device]
         is_able = first_start(costs, device, self._limit_s) == 0
-        if is_able and self._is_allowed(1 << device) and total_s < self._below_s:
+        if is_able and self._members.allow(1 << device) and total_s < self._below_s:
             self._below_s, self._best = total_s * (1 - TOLERANCE), (0, device, 0)
 
     def _finish(self, devices: int, device: int, joined: _Times) -> None:

@@ -143,14 +143,16 @@ def _share(model: ModelFootprint, fleet: FleetFigures, demand: Demand) -> list[P
 
 def _one_after_the_other(model: ModelFootprint, fleet: FleetFigures, demand: Demand) -> list[Placed]:
     """The fastest pipeline for a lone stream, then the fastest of who is left, up to the number of replicas."""
-    found = [place_one(model, fleet, demand)]
-    while len(found) < demand.replicas:
-        fleet = _without(fleet, found[-1].placement.worker_ids)
-        following = find_one(model, fleet, demand)
-        if following is None:
-            break
-        found.append(following)
-    return found
+    num_wanted = demand.replicas
+    while num_wanted > 1:
+        found, left = list[Placed](), fleet
+        while len(found) < num_wanted and (placed := find_one(model, left, demand.of_each(num_wanted))) is not None:
+            found.append(placed)
+            left = _without(left, placed.placement.worker_ids)
+        if len(found) == num_wanted:
+            return found
+        num_wanted = len(found)
+    return [place_one(model, fleet, demand)]
 
 
 def _replicas(model: ModelFootprint, fleet: FleetFigures, demand: Demand) -> list[Placed]:
@@ -182,8 +184,7 @@ def _group_counts(num_devices: int, most: int) -> Iterator[int]:
 
 def _dealt(model: ModelFootprint, fleet: FleetFigures, demand: Demand, num_groups: int) -> list[Placed]:
     """So many pipelines of about equal speed, or else of about equal memory; none if these groups cannot hold the model."""
-    if demand.replicas == 0:
-        demand = replace(demand, num_streams=-(-demand.num_streams // num_groups))
+    demand = demand.of_each(num_groups)
     is_exact = len(fleet.devices) <= MAX_EXACT_DEVICES
     for rank in (_by_speed, _by_memory):
         found = []

@@ -1,91 +1,79 @@
 """A good pipeline where there are too many devices to look at every order: chosen greedily, cut exactly, then improved.
 
-The same questions as `exact` answers, so that a search can use either. Never worse than the best device by itself, because
-routes of one stage are all looked at. Deterministic: the same fleet gives the same plan.
+Of many devices it looks at some hundreds of orders, of a dozen at some thousands, each with its best cut. Never worse than
+the best device by itself, because routes of one stage are all looked at. Deterministic: the same fleet gives the same plan.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import permutations
 
 from orchestrator.core.cuts import cut
-from orchestrator.core.stage_costs import Route, StageCosts
+from orchestrator.core.stage_costs import ANYBODY, Members, Route, StageCosts
 
-# How many other devices are tried in the place of each one, and how many changes of a route at most. With these, 100
-# devices and 80 layers are planned in a second.
-NUM_SUBSTITUTES = 2
-MAX_CUTS = 10
+# What the orders of one search that are cut may have together, in layers times stages: some 20 ms.
+MAX_WORK = 20_000
+# How many other devices are tried in the place of each one.
+NUM_SUBSTITUTES = 4
+# A period this close to its bound is not made shorter.
+GAP = 0.003
+
+# The best cut of an order and its seconds, if they are less than so many.
+_Judge = Callable[[Sequence[int], float], tuple[float, Route] | None]
 
 
-def good_ring(costs: StageCosts, below_s: float = math.inf, num_stages: int | None = None) -> Route | None:
+def good_ring(costs: StageCosts, num_stages: int | None = None) -> Route | None:
     """As `exact.fastest_ring`, nearly."""
+
+    def judge(order: Sequence[int], below_s: float) -> tuple[float, Route] | None:
+        enter_s, leave_s = ends(costs, order[0], is_ring=True)
+        found = cut(costs, order, enter_s=enter_s, leave_s=leave_s)
+        return None if found is None or found.total_s >= below_s else (found.total_s, found)
+
     best: Route | None = None
     for number in [num_stages] if num_stages else stage_counts(costs):
-        found = _improve(costs, number, math.inf, below_s, is_ring=True, is_allowed=lambda _: True)
-        if found is not None:
-            best, below_s = found, found.total_s * (1 - 1e-9)
+        if best is None or costs.least_total_s(number, math.inf) < best.total_s:
+            found = _climb(costs, number, ANYBODY, judge)
+            if found is not None and (best is None or found.total_s < best.total_s * (1 - 1e-9)):
+                best = found
     return best
 
 
-def good_within(
-    costs: StageCosts, limit_s: float, below_s: float, num_stages: int, is_allowed: Callable[[int], bool]
-) -> Route | None:
-    """As `exact.fastest_within`, nearly: what it does not find may exist."""
-    return _improve(costs, num_stages, limit_s, below_s, is_ring=False, is_allowed=is_allowed)
+def good_period(costs: StageCosts, num_stages: int, share: float, least_s: float, members: Members) -> Route | None:
+    """Nearly the route of so many stages with the least time between two batches, by way of the orchestrator.
+
+    share: of a pass, that a batch is behind another at least. least_s: a bound of that time.
+    """
+
+    def judge(order: Sequence[int], below_s: float) -> tuple[float, Route] | None:
+        """Bisect between what is known to be too short and what was reached."""
+        best, low_s, limit_s = None, least_s, below_s
+        while low_s < below_s * (1 - GAP) or best is None:
+            found = cut(costs, order, limit_s, enter_s=costs.enter_s, leave_s=costs.leave_s)
+            if found is not None:
+                # No shorter limit makes a pass faster.
+                low_s = max(low_s, found.total_s * share)
+                period_s = max(found.slowest_s, found.total_s * share)
+            if found is not None and period_s < below_s:
+                best, below_s = found, period_s
+            elif best is None:
+                return None
+            else:
+                low_s = max(low_s, limit_s)
+            limit_s = (low_s + below_s) / 2
+        return below_s, best
+
+    return _climb(costs, num_stages, members, judge)
 
 
 def stage_counts(costs: StageCosts) -> list[int]:
-    """Numbers of stages to try: all small ones, then each a quarter larger, as far as devices and layers go."""
+    """Numbers of stages to try: all up to 16, then each an eighth larger, as far as devices and layers go."""
     most, counts = min(costs.num_devices, costs.num_layers), [1]
     while counts[-1] < most:
-        counts.append(min(max(counts[-1] + 1, counts[-1] * 5 // 4), most))
+        counts.append(min(counts[-1] + max(1, counts[-1] // 8), most))
     return counts
-
-
-def _improve(
-    costs: StageCosts,
-    num_stages: int,
-    limit_s: float,
-    below_s: float,
-    *,
-    is_ring: bool,
-    is_allowed: Callable[[int], bool],
-) -> Route | None:
-    """Start with greedy choices, then take every change that makes a route faster until none does, or MAX_CUTS."""
-    best: Route | None = None
-    num_left = MAX_CUTS
-
-    def better(order: Sequence[int]) -> Route | None:
-        """The cut of an order if it is the fastest so far."""
-        nonlocal best, below_s, num_left
-        num_left -= 1
-        if not is_allowed(sum(1 << device for device in order)):
-            return None
-        enter_s, leave_s = ends(costs, order[0], is_ring)
-        found = cut(costs, order, limit_s, enter_s=enter_s, leave_s=leave_s)
-        if found is None or found.total_s >= below_s:
-            return None
-        best, below_s = found, found.total_s * (1 - 1e-9)
-        return found
-
-    if num_stages == 1:
-        num_left += costs.num_devices
-        for device in range(costs.num_devices):
-            better([device])
-        return best
-    for order in _first_orders(costs, num_stages, limit_s):
-        better(order)
-    has_changed = best is not None
-    while has_changed and best is not None and num_left > 0:
-        has_changed = False
-        for order in _changes(costs, best.order, limit_s):
-            if num_left <= 0:
-                break
-            if better(order) is not None:
-                has_changed = True
-                break
-    return best
 
 
 def ends(costs: StageCosts, first: int, is_ring: bool) -> tuple[Sequence[float], Sequence[float]]:
@@ -95,34 +83,59 @@ def ends(costs: StageCosts, first: int, is_ring: bool) -> tuple[Sequence[float],
     return costs.enter_s, costs.leave_s
 
 
-def _first_orders(costs: StageCosts, num_stages: int, limit_s: float) -> Iterator[list[int]]:
+def _climb(costs: StageCosts, num_stages: int, members: Members, judge: _Judge) -> Route | None:
+    """Start with greedy choices, then take every change of the best that is better until none is, or MAX_WORK is done."""
+    best: Route | None = None
+    best_s, seen = math.inf, set[tuple[int, ...]]()
+    most = max(MAX_WORK // (num_stages * costs.num_layers), 1)
+
+    def is_better(order: Sequence[int]) -> bool:
+        nonlocal best, best_s
+        known = tuple(order)
+        if known in seen or not members.allow(sum(1 << device for device in order)):
+            return False
+        seen.add(known)
+        found = judge(order, best_s * (1 - 1e-9))
+        if found is not None:
+            best_s, best = found
+        return found is not None
+
+    if num_stages == 1:
+        for device in range(costs.num_devices):
+            is_better([device])
+        return best
+    for order in _first_orders(costs, num_stages, members):
+        is_better(order)
+    has_changed = best is not None
+    while has_changed and best is not None:
+        has_changed = False
+        for order in _changes(costs, best.order, members):
+            if len(seen) >= most:
+                return best
+            if is_better(order):
+                has_changed = True
+                break
+    return best
+
+
+def _first_orders(costs: StageCosts, num_stages: int, members: Members) -> Iterator[list[int]]:
     """The fastest, and those with most room, each made large enough for all layers, the end first and the rest by hops."""
-    caps = _caps(costs, limit_s)
-    able = [device for device in range(costs.num_devices) if caps[device] > 0]
+    caps = costs.max_layers
+    able = [device for device in members.of(costs.num_devices) if caps[device] > 0]
     if len(able) < num_stages:
         return
-    seen = set()
     rank: Sequence[float]
     for rank in (costs.layer_s, [-cap for cap in caps]):
         ranked = sorted((rank[device], costs.layer_s[device], device) for device in able)
-        chosen = [device for _, _, device in ranked]
-        members = _with_room(chosen[:num_stages], chosen[num_stages:], caps, costs.num_layers)
-        if members is None or frozenset(members) in seen:
+        ordered = [device for _, _, device in ranked]
+        chosen = _with_room(ordered[:num_stages], ordered[num_stages:], caps, costs.num_layers)
+        if chosen is None:
             continue
-        seen.add(frozenset(members))
-        for last in sorted(members, key=lambda device: (costs.rooms[device].last_start, costs.head_s[device]))[:2]:
-            for first in sorted((one for one in members if one != last), key=lambda one: -costs.rooms[one].reach[0])[
-                :2
-            ]:
-                yield _by_hops(costs, first, last, members)
-        yield sorted(members)
-
-
-def _caps(costs: StageCosts, limit_s: float) -> list[int]:
-    return [
-        min(costs.max_layers[device], max(costs.most_layers_within(device, limit_s, False), 0))
-        for device in range(costs.num_devices)
-    ]
+        lasts = sorted(chosen, key=lambda device: (costs.rooms[device].last_start, costs.head_s[device]))[:2]
+        for last in lasts:
+            firsts = sorted((one for one in chosen if one != last), key=lambda one: -costs.rooms[one].reach[0])[:2]
+            yield from (_by_hops(costs, first, last, chosen) for first in firsts)
+        yield sorted(chosen)
 
 
 def _with_room(members: list[int], others: list[int], caps: Sequence[int], num_layers: int) -> list[int] | None:
@@ -147,10 +160,9 @@ def _by_hops(costs: StageCosts, first: int, last: int, members: Sequence[int]) -
     return [*order, last]
 
 
-def _changes(costs: StageCosts, order: tuple[int, ...], limit_s: float) -> Iterator[list[int]]:
-    """Another device in the place of one, those that pay most first; then two that change places."""
-    caps, members = _caps(costs, limit_s), set(order)
-    others = [device for device in range(costs.num_devices) if device not in members and caps[device] > 0]
+def _changes(costs: StageCosts, order: tuple[int, ...], members: Members) -> Iterator[list[int]]:
+    """Another device in the place of one, those that pay most first; two that change places; one that goes elsewhere."""
+    others = [one for one in members.of(costs.num_devices) if one not in order and costs.max_layers[one] > 0]
     substitutes = sorted(others, key=lambda device: (costs.layer_s[device], device))[:NUM_SUBSTITUTES]
     slowest_first = sorted(range(len(order)), key=lambda index: -costs.layer_s[order[index]])
     for index in slowest_first:
@@ -162,3 +174,6 @@ def _changes(costs: StageCosts, order: tuple[int, ...], limit_s: float) -> Itera
             changed = list(order)
             changed[index], changed[other] = changed[other], changed[index]
             yield changed
+    for index, other in permutations(ends_first, 2):
+        moved = [one for one in order if one != order[index]]
+        yield [*moved[:other], order[index], *moved[other:]]

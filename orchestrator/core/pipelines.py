@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from orchestrator.core.demand import Demand
+from orchestrator.core.demand import MIN_CONTEXT_TOKENS, Demand
 from orchestrator.core.figures import DeviceFigures, FleetFigures
 from orchestrator.core.footprint import ModelFootprint
 from orchestrator.core.placement import MIB, Placement, impossible, place_split, placement_of
@@ -120,9 +120,10 @@ def _remedies(model: ModelFootprint, fleet: FleetFigures, demand: Demand) -> lis
     least, remedies = demand.least_kv(model), []
     most = _largest(lambda pages: can_hold(model, fleet, pages * PAGE_TOKENS), least // PAGE_TOKENS)
     if most and demand.is_promised:
-        tokens = most * PAGE_TOKENS
-        remedies.append(f"a context of {tokens // demand.num_streams} tokens for {demand.num_streams} stream(s)")
-        if num_streams := tokens // demand.context_of(model):
+        context_tokens = most // demand.num_streams * PAGE_TOKENS
+        if context_tokens >= min(MIN_CONTEXT_TOKENS, demand.context_of(model)):
+            remedies.append(f"a context of {context_tokens} tokens for {demand.num_streams} stream(s)")
+        if num_streams := most * PAGE_TOKENS // demand.least_stream(model):
             remedies.append(f"{num_streams} stream(s) of {demand.context_of(model)} tokens")
     size = _smallest(lambda mib: can_hold(model, _with_another(fleet, mib * MIB), least), LARGEST_DEVICE_BYTES // MIB)
     if size:

@@ -31,7 +31,7 @@ MAX_ALTERNATIVES = 6
 class Outcome:
     """What pipelines do together. token_s, first_token_s: of a lone stream on the one that is fastest for it.
 
-    tokens_per_s: of num_streams in all, spread over the pipelines.
+    tokens_per_s: of num_streams in all.
     """
 
     num_pipelines: int
@@ -92,9 +92,8 @@ def explain(model: ModelFootprint, fleet: FleetFigures, demand: Demand, placemen
 def _predict(
     model: ModelFootprint, fleet: FleetFigures, demand: Demand, placements: Sequence[Placement]
 ) -> tuple[Prediction, ...]:
-    """Streams are spread evenly over the pipelines that are for more than one."""
-    shared = replace(demand, num_streams=-(-demand.num_streams // max(len(placements), 1)))
-    return tuple(predict(model, fleet, placement, shared) for placement in placements)
+    each = demand.of_each(len(placements))
+    return tuple(predict(model, fleet, placement, each) for placement in placements)
 
 
 def _outcome(predictions: Sequence[Prediction]) -> Outcome:
@@ -157,8 +156,7 @@ def _other_plans(
         many = replace(single, objective=Objective.THROUGHPUT)
         for number in range(2, min(num_devices, MAX_ALTERNATIVES) + 1):
             with suppress(PlacementImpossible):
-                each = -(-demand.num_streams // number)
-                placements = place_all(model, fleet, replace(many, replicas=number, num_streams=each))
+                placements = place_all(model, fleet, replace(many, replicas=number))
                 if len(placements) == number:
                     yield f"{number} pipelines", placements
     for objective in Objective:

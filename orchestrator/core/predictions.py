@@ -13,8 +13,9 @@ from itertools import pairwise
 from orchestrator.core.demand import Demand
 from orchestrator.core.figures import DeviceFigures, FleetFigures
 from orchestrator.core.footprint import ModelFootprint
-from orchestrator.core.limits import LEAST_ROWS, even_rows
+from orchestrator.core.limits import LEAST_ROWS
 from orchestrator.core.placement import Placement, Stage
+from orchestrator.core.solver import batch_rows, tokens_per_s
 from orchestrator.core.stage_costs import Links
 from shoal.types import DeviceMode, Objective, WorkerId
 
@@ -89,9 +90,12 @@ class _Pipe:
         return self.links.enter_s[self.indexes[0]] + self.links.leave_s[self.indexes[-1]]
 
     def ring_s(self, rows: int) -> float:
-        """Between two tokens of a lone stream, whose last stage feeds the first."""
+        """Between two tokens of a lone stream, whose last stage feeds the first.
+
+        rows: that are computed; one travels.
+        """
         back = self.links.between(self.indexes[-1], self.indexes[0]).transfer_s(self.model.activation_bytes)
-        return sum(self.passes_s(rows)) + sum(self.hops_s(rows)) + (back if len(self.indexes) > 1 else 0.0)
+        return sum(self.passes_s(rows)) + sum(self.hops_s(1)) + (back if len(self.indexes) > 1 else 0.0)
 
     def first_token_s(self, prompt_tokens: int) -> float:
         """Chunks follow each other through the stages: all of them at the slowest place, one at the others."""
@@ -110,13 +114,11 @@ def predict(model: ModelFootprint, fleet: FleetFigures, placement: Placement, de
     """Predict with as many of the streams as the placement has KV for. Raises KeyError for workers without figures."""
     pipe = _Pipe(model, fleet, placement)
     num_streams = max(min(demand.num_streams, placement.slots, placement.kv_tokens // demand.least_stream(model)), 1)
-    rows = even_rows(num_streams, len(pipe.stages), pipe.max_rows)
-    rows = max(min(rows, num_streams), min(LEAST_ROWS, pipe.max_rows))
+    rows = batch_rows(num_streams, len(pipe.stages), pipe.max_rows)
     passes_s = pipe.passes_s(rows)
     slowest_s = max([*passes_s, *pipe.sendings_s(rows)])
     total_s = sum(passes_s) + sum(pipe.hops_s(rows)) + pipe.outside_s
-    in_flight = min(num_streams, rows * len(pipe.stages))
-    rate = min(rows / slowest_s, in_flight / total_s) if total_s > 0 else math.inf
+    rate = tokens_per_s(rows, len(pipe.stages), num_streams, slowest_s, total_s)
     return Prediction(
         placement=placement,
         stages=tuple(

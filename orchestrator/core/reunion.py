@@ -72,6 +72,9 @@ def _placement(
     if demand.split is not None and [len(one.layers) for one in stages] != [count for count in demand.split if count]:
         return None
     first, worker_ids = stages[0], [one.worker_id for one in stages]
+    if demand.has_shared_streams:
+        # How many pipelines shared them does not show.
+        demand = replace(demand, num_streams=min(demand.num_streams, first.num_slots))
     made = placement_of(model, demand, worker_ids, [one.layers.stop for one in stages], first.kv_tokens)
     if (made.slots, made.context_tokens) != (first.num_slots, first.slot_tokens):
         return None

@@ -7,24 +7,22 @@ nor how many pipelines there are to be: that is `grouping`'s.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from orchestrator.core.cuts import cut
 from orchestrator.core.exact import TOLERANCE, can_cover, fastest_ring, fastest_within
 from orchestrator.core.figures import FleetFigures
 from orchestrator.core.footprint import ModelFootprint
-from orchestrator.core.large_fleets import ends, good_ring, good_within, stage_counts
+from orchestrator.core.large_fleets import ends, good_period, good_ring, stage_counts
 from orchestrator.core.limits import LEAST_ROWS, even_rows
 from orchestrator.core.slots import PAGE_TOKENS
-from orchestrator.core.stage_costs import Links, Room, Route, StageCosts, room_for
+from orchestrator.core.stage_costs import ANYBODY, Links, Members, Room, Route, StageCosts, room_for
 
 # Up to so many devices every order is looked at; each further one doubles the time, which is tens of milliseconds here.
 MAX_EXACT_DEVICES = 8
 # The rows of a lone stream of class LATENCY.
 SOLO_ROWS = 1
-# With more devices, so many numbers of stages are tried, those that promise most.
-MAX_SHAPES = 4
 # A bisection ends at this gap; what is left of it is then closed by steps.
 GAP = 0.003
 
@@ -59,13 +57,18 @@ class _Shape:
     least_s: float
 
 
-def tokens_per_s(route: Route, rows: int, num_streams: int) -> float:
+def batch_rows(num_streams: int, num_stages: int, max_rows: int) -> int:
+    """Of a batch, as the scheduler makes them; one that is not full has as many as there are streams."""
+    return max(min(even_rows(num_streams, num_stages, max_rows), num_streams), min(LEAST_ROWS, max_rows))
+
+
+def tokens_per_s(rows: int, num_stages: int, num_streams: int, slowest_s: float, total_s: float) -> float:
     """All streams together: a batch after the other leaves the slowest stage, and no stream has two tokens on the way.
 
-    route: its times at that many rows, by way of the orchestrator.
+    slowest_s, total_s: at that many rows, by way of the orchestrator.
     """
-    in_flight = min(num_streams, rows * len(route.order))
-    return min(rows / route.slowest_s, in_flight / route.total_s) if route.total_s > 0 else math.inf
+    in_flight = min(num_streams, rows * num_stages)
+    return min(rows / slowest_s, in_flight / total_s) if total_s > 0 else math.inf
 
 
 class Solver:
@@ -96,8 +99,7 @@ class Solver:
     def for_latency(self, kv_tokens: int, num_stages: int | None = None) -> Candidate | None:
         """The least time from a token to the next one of a lone stream, which goes round the stages as in a burst."""
         costs = self.costs(SOLO_ROWS, kv_tokens)
-        find = fastest_ring if self.is_exact else good_ring
-        found = find(costs, math.inf, num_stages)
+        found = fastest_ring(costs, num_stages=num_stages) if self.is_exact else good_ring(costs, num_stages)
         return None if found is None else Candidate(found, SOLO_ROWS, 1, kv_tokens, 1 / found.total_s, True)
 
     def for_throughput(
@@ -112,9 +114,12 @@ class Solver:
         for shape in self._shapes(num_streams, kv_tokens, num_stages, above):
             if above and shape.rows / above <= shape.least_s:
                 continue
-            found = self._least_period(shape, kv_tokens, num_streams, shape.rows / above if above else math.inf)
-            if found is not None:
-                rate = tokens_per_s(found, shape.rows, num_streams)
+            find = self._least_period if self.is_exact else self._good_period
+            found = find(shape, kv_tokens, num_streams, shape.rows / above if above else math.inf)
+            if found is None:
+                continue
+            rate = tokens_per_s(shape.rows, shape.num_stages, num_streams, found.slowest_s, found.total_s)
+            if rate > above:
                 best = Candidate(found, shape.rows, num_streams, kv_tokens, rate, False)
                 above = rate * (1 + TOLERANCE)
         return best
@@ -130,10 +135,7 @@ class Solver:
                     continue
                 shapes.append(_Shape(number, rows, share, costs.least_period_s(number, share)))
         shapes.sort(key=lambda shape: (shape.least_s / shape.rows, shape.num_stages))
-        if self.is_exact:
-            return shapes
-        # A single device is always looked at: no plan is to be worse.
-        return [*shapes[:MAX_SHAPES], *(shape for shape in shapes[MAX_SHAPES:] if shape.num_stages == 1)]
+        return shapes
 
     def is_possible(self, kv_tokens: int) -> bool:
         """Whether any pipeline has the memory."""
@@ -141,7 +143,7 @@ class Solver:
         if not self.is_exact:
             return good_ring(costs) is not None
         counts = range(1, min(self.num_devices, self.model.num_layers) + 1)
-        return any(can_cover(costs, math.inf, number, lambda _: True) for number in counts)
+        return any(can_cover(costs, math.inf, number, ANYBODY) for number in counts)
 
     @property
     def num_devices(self) -> int:
@@ -153,24 +155,21 @@ class Solver:
         return list(range(1, min(self.num_devices, self.model.num_layers) + 1))
 
     def _rows(self, num_stages: int, num_streams: int, device: int) -> int:
-        """Of a batch, as the scheduler makes them; one that is not full has as many as there are streams."""
-        max_rows = self.fleet.devices[device].profile.max_batch
-        return max(min(even_rows(num_streams, num_stages, max_rows), num_streams), min(LEAST_ROWS, max_rows))
+        return batch_rows(num_streams, num_stages, self.fleet.devices[device].profile.max_batch)
 
     def _least_period(self, shape: _Shape, kv_tokens: int, num_streams: int, below_s: float) -> Route | None:
         """The least time between two batches; None if none is less than below_s."""
         costs, share = self.costs(shape.rows, kv_tokens), shape.share
-        is_allowed = self._are_rows(shape.num_stages, shape.rows, num_streams)
-        find = fastest_within if self.is_exact else good_within
+        members = self._members(shape.num_stages, shape.rows, num_streams)
 
         def look(period_s: float) -> Route | None:
             if not costs.may_have_period(shape.num_stages, period_s, share):
                 return None
-            return find(costs, period_s, period_s / share, shape.num_stages, is_allowed)
+            return fastest_within(costs, period_s, period_s / share, shape.num_stages, members)
 
         # No period is less than low_s: what the slowest stage takes at least; then also `share` of the least that passes
         # take whose stages are fast enough to be better than the best that is known.
-        low_s = self._least_slowest_s(costs, shape, below_s, is_allowed)
+        low_s = self._least_slowest_s(costs, shape, below_s, members)
         best, period_s = None, below_s
         target_s = low_s * (1 + 2 * TOLERANCE) if below_s == math.inf else below_s * (1 - TOLERANCE)
         while low_s < period_s * (1 - TOLERANCE):
@@ -185,40 +184,35 @@ class Solver:
             else:
                 low_s = target_s
             is_close = period_s == math.inf or period_s - low_s <= GAP * period_s
-            if is_close and best is not None and not self.is_exact:
-                break
             target_s = period_s * (1 - TOLERANCE) if is_close else (low_s + period_s) / 2
         return best
 
-    def _least_slowest_s(
-        self, costs: StageCosts, shape: _Shape, below_s: float, is_allowed: Callable[[int], bool]
-    ) -> float:
-        """What the slowest of so many stages takes at least; below_s if not less. Links are not looked at."""
-        low_s = shape.least_s
-        if not self.is_exact:
-            return low_s
-        if not can_cover(costs, below_s * (1 - TOLERANCE), shape.num_stages, is_allowed):
-            return below_s
-        high_s = below_s if below_s < math.inf else max(2 * low_s, TOLERANCE)
-        while not can_cover(costs, high_s, shape.num_stages, is_allowed):
-            low_s, high_s = high_s, 2 * high_s
-        while high_s - low_s > TOLERANCE * high_s:
-            middle_s = (low_s + high_s) / 2
-            if can_cover(costs, middle_s, shape.num_stages, is_allowed):
-                high_s = middle_s
-            else:
-                low_s = middle_s
-        return low_s
+    def _good_period(self, shape: _Shape, kv_tokens: int, num_streams: int, below_s: float) -> Route | None:
+        """Nearly the same; below_s is left to the caller, so that what is found for a shape is always the same."""
+        members = self._members(shape.num_stages, shape.rows, num_streams)
+        costs = self.costs(shape.rows, kv_tokens)
+        return good_period(costs, shape.num_stages, shape.share, shape.least_s, members)
 
-    def _are_rows(self, num_stages: int, rows: int, num_streams: int) -> Callable[[int], bool]:
-        """Whether a set of devices, as bits, will have batches of so many rows."""
+    def _least_slowest_s(self, costs: StageCosts, shape: _Shape, below_s: float, members: Members) -> float:
+        """What the slowest of so many stages takes at least; below_s if not less. Links are not looked at."""
+        times_s = sorted(
+            {
+                costs.stage_s(device, num_layers, is_last)
+                for device in members.of(self.num_devices)
+                for num_layers in range(1, costs.num_layers + 1)
+                for is_last in (False, True)
+            }
+        )
+        times_s = times_s[: bisect_left(times_s, below_s)]
+        first = bisect_left(times_s, True, key=lambda limit_s: can_cover(costs, limit_s, shape.num_stages, members))
+        return max(times_s[first] * (1 - TOLERANCE), shape.least_s) if first < len(times_s) else below_s
+
+    def _members(self, num_stages: int, rows: int, num_streams: int) -> Members:
+        """Whose batches will have so many rows: those of the device that allows the fewest."""
         rows_of = [self._rows(num_stages, num_streams, device) for device in range(self.num_devices)]
-        if set(rows_of) == {rows}:
-            return lambda _: True
-        least = [device for device, its_rows in enumerate(rows_of) if its_rows == rows]
-        less = sum(1 << device for device, its_rows in enumerate(rows_of) if its_rows < rows)
-        equal = sum(1 << device for device in least)
-        return lambda devices: not devices & less and bool(devices & equal)
+        barred = sum(1 << device for device, its_rows in enumerate(rows_of) if its_rows < rows)
+        wanted = sum(1 << device for device, its_rows in enumerate(rows_of) if its_rows == rows)
+        return Members(barred, wanted)
 
     def most_kv(self, candidate: Candidate, most_tokens: int) -> tuple[Route, int]:
         """Cut anew so that most KV fits, up to most_tokens, and nothing is slower; the route and its KV in tokens."""

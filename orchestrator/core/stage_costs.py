@@ -79,6 +79,24 @@ def room_for(model: ModelFootprint, shard_bytes: int, kv_tokens: int) -> Room:
     return Room(tuple(reach), last_start, model.need_bytes(0, num_layers, kv_tokens) <= shard_bytes)
 
 
+@dataclass(frozen=True, slots=True)
+class Members:
+    """Which devices a pipeline may have, as bits. barred: none of these. wanted: one of these at least; 0: any will do."""
+
+    barred: int = 0
+    wanted: int = 0
+
+    def allow(self, devices: int) -> bool:
+        """Whether a pipeline may be of these devices, as bits."""
+        return not devices & self.barred and (not self.wanted or bool(devices & self.wanted))
+
+    def of(self, num_devices: int) -> list[int]:
+        return [device for device in range(num_devices) if not self.barred >> device & 1]
+
+
+ANYBODY = Members()
+
+
 class Links:
     """Link figures of a fleet as matrices of seconds, for messages of one size.
 
@@ -111,12 +129,6 @@ class Links:
 
     def sendings(self, num_bytes: float) -> list[list[float]]:
         return [[link.sending_s(num_bytes) for link in row] for row in self._matrix]
-
-    @property
-    def is_even(self) -> bool:
-        """Whether all pairs of devices are equally far apart, and as far from the orchestrator: order decides nothing."""
-        pairs = {link for one, row in enumerate(self._matrix) for other, link in enumerate(row) if one != other}
-        return len(pairs) <= 1 and len(set(self.enter_s)) <= 1 and len(set(self.leave_s)) <= 1
 
 
 class StageCosts:

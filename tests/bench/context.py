@@ -82,7 +82,6 @@ class Bench:
         self._folder = folder
         manifest = self._store.open(model)
         self.num_layers = manifest.config.num_layers
-        self.activation_bytes = 4 * manifest.config.hidden_size
         self._text = Tokenizer(manifest.tokenizer).encode(TEXT, add_special=True)
         self._cut: int | None = None
 

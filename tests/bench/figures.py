@@ -1,7 +1,7 @@
 """The figures that are measured, with the gate and the aim of each, and the verdict on a measured one.
 
-Knows no process and no clock; what is measured comes from `decode`, `prefill`, `links`, `classes`, `planned` and
-`processes`, and goes to `report`.
+Knows no process and no clock; what is measured comes from `decode`, `prefill`, `links`, `classes`, `planned`,
+`planner` and `processes`, and goes to `report`.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ GOALS = {
         0.05,
         is_upper=True,
     ),
+    "planner": Goal("a plan for 100 devices and 80 layers", 1.0, 0.5, "s", is_upper=True),
     "plan_gain": Goal("tokens/s of the plan, of a split in proportion to memory, unequal fleet", 1.3, 2.0),
     "start": Goal("`shoal up` to ready, model pulled, three devices", 5.0, 3.0, "s", is_upper=True),
     "memory": Goal("worker memory, worst worker, of the gate's bound", 1.0, 1.0, "x", is_upper=True),

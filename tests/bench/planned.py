@@ -10,14 +10,18 @@ import statistics
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from itertools import pairwise
 
 import grpc
 
 from launch.profiles import load_profile
-from orchestrator.core.figures import DeviceFigures, FleetFigures, LinkFigures
-from orchestrator.measuring import link_from_proto, times_from_proto
-from shoal import messages
+from modelstore.store import ModelStore
+from orchestrator.core.demand import Demand
+from orchestrator.core.figures import FleetFigures
+from orchestrator.core.footprint import ModelFootprint
+from orchestrator.core.placement import Placement, placement_of
+from orchestrator.core.predictions import predict
+from orchestrator.shards import footprint
+from orchestrator.what_if import fleet_of_messages
 from shoal.types import DeviceProfile, LayerRange, QosClass, WorkerId
 from shoal.v1 import admin_pb2, admin_pb2_grpc
 from tests.bench.context import Bench, decode_prompts
@@ -31,6 +35,7 @@ UNEQUAL_FLEET = ("flagship-phone", "phone", "sbc")
 SLOWER = 0.4
 NUM_STREAMS = 8
 SHORT_PROMPT = 32
+LONE = Demand(num_streams=1)
 
 Stages = Sequence[tuple[WorkerId, LayerRange]]
 
@@ -56,14 +61,14 @@ def prediction(bench: Bench) -> list[Figure]:
     """How far the time of a token that the figures promise is from the one that a lone stream gets, in either direction."""
     raw: list[dict[str, object]] = []
     plan, prompt, sizes = bench.long_plan, bench.prompt(bench.sizes.prompt), bench.sizes
+    model = footprint(ModelStore(bench.home_of_models).open(bench.model))
     with _fleet(bench, "predicted") as system:
         for qos in (QosClass.BALANCED, QosClass.LATENCY):
             system.ask([prompt], sizes.skip, qos)
             for _ in range(plan.tries):
                 fleet, stages = _ask(system)
-                predicted_s = token_s(
-                    fleet, stages, bench.num_layers, bench.activation_bytes, 1 if _is_solo(qos) else 2
-                )
+                predicted = predict(model, fleet, _placement(model, stages), LONE)
+                predicted_s = predicted.solo_token_s if qos is QosClass.LATENCY else predicted.token_s
                 measured = system.ask([prompt], sizes.answer, qos)
                 token_ms = 1e3 / measured.streams[0].tokens_per_s(sizes.skip)
                 load = measured.load
@@ -113,44 +118,18 @@ def plan_gain(bench: Bench) -> list[Figure]:
     return [from_pairs("plan_gain", pairs, lambda pair: pair.ratio, note)]
 
 
-def token_s(fleet: FleetFigures, stages: Stages, num_layers: int, activation_bytes: int, rows: int) -> float:
-    """From one token of a lone stream to the next in a burst: through all stages and from the last to the first.
-
-    rows: 1 for a SOLO row; a SHARED row that is alone is computed as two, and one of them travels.
-    """
-    times = {device.worker_id: device.times for device in fleet.devices}
-    computed_s = sum(
-        times[worker_id].stage_s(len(layers), layers.stop == num_layers, rows) for worker_id, layers in stages
-    )
-    hops_s = sum(fleet.link(one, other).transfer_s(activation_bytes) for (one, _), (other, _) in pairwise(stages))
-    return computed_s + hops_s + fleet.link(stages[-1][0], stages[0][0]).delay_s
+def _placement(model: ModelFootprint, stages: Stages) -> Placement:
+    worker_ids, layers = zip(*stages, strict=True)
+    return placement_of(model, LONE, worker_ids, [one.stop for one in layers], LONE.most_kv(model))
 
 
 def _fleet(bench: Bench, name: str, **options: object) -> AbstractContextManager[System]:
     return bench.fleet(name, num_workers=len(UNEQUAL_FLEET), profiles=unequal_devices(), **options)
 
 
-def _is_solo(qos: QosClass) -> bool:
-    return qos is QosClass.LATENCY
-
-
 def _ask(system: System) -> tuple[FleetFigures, Stages]:
     """The figures that the planner has now, and the stages in force, in their order."""
     with grpc.insecure_channel(system.address) as channel:
         plan = admin_pb2_grpc.AdminServiceStub(channel).GetPlan(admin_pb2.GetPlanRequest(), timeout=5.0)
-    devices = tuple(
-        DeviceFigures(
-            WorkerId(one.worker_id),
-            messages.profile_from_proto(one.profile),
-            times_from_proto(one.times),
-            one.is_declared,
-            one.times.free_bytes,
-        )
-        for one in plan.devices
-    )
-    links: dict[tuple[WorkerId | None, WorkerId | None], LinkFigures] = {}
-    for device in plan.devices:
-        for link in device.links:
-            links[WorkerId(device.worker_id), WorkerId(link.worker_id) or None] = link_from_proto(link)
     placed = [(WorkerId(one.worker_id), one.layers) for one in system.status().devices if one.layers is not None]
-    return FleetFigures(devices, links), sorted(placed, key=lambda one: one[1].start)
+    return fleet_of_messages(plan.devices), sorted(placed, key=lambda one: one[1].start)

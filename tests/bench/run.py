@@ -29,6 +29,7 @@ from tests.bench import (
     long_contexts,
     machine,
     planned,
+    planner,
     prefill,
     processes,
 )
@@ -65,6 +66,7 @@ ALONE: tuple[tuple[tuple[str, ...], Callable[[Bench], list[Figure]]], ...] = (
     (("kv_write_behind",), kv_cache.write_behind),
     (("kv_hung", "kv_killed"), kv_cache.dead_redis),
     (("kv_hit_rate",), lambda bench: kv_hit_rate.hit_rate()),
+    (("planner",), planner.planner),
     (("prediction",), planned.prediction),
     (("plan_gain",), planned.plan_gain),
     (("start",), processes.start),

@@ -1,4 +1,4 @@
-"""Looks at every pipeline of a small fleet: the reference that searches are held against.
+"""Looks at every pipeline of a small fleet: the reference that searches are held against. And fleets to search in.
 
 Written from the definitions alone, and shares no code with the searches but figures, memory formula and batch rule.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations, pairwise, permutations
 
 from orchestrator.core.figures import DeviceFigures, FleetFigures, LayerTimes, LinkFigures
@@ -33,6 +34,20 @@ def all_pipes(model: ModelFootprint, fleet: FleetFigures, kv_tokens: int) -> Ite
                 ids = (device.worker_id for device in order)
                 if all(fits[part] for part in zip(ids, bounds, bounds[1:], strict=False)):
                     yield order, bounds
+
+
+def best_of_all(
+    model: ModelFootprint, fleet: FleetFigures, kv_tokens: int, num_streams: int
+) -> tuple[float, float] | None:
+    """The least seconds of a lone stream's token and the most tokens per second of so many streams, of any pipeline.
+
+    None if there is none.
+    """
+    pipes = list(all_pipes(model, fleet, kv_tokens))
+    if not pipes:
+        return None
+    least_s = min(token_s(model, fleet, pipe) for pipe in pipes)
+    return least_s, max(tokens_per_s(model, fleet, pipe, num_streams) for pipe in pipes)
 
 
 def stage_times(model: ModelFootprint, pipe: Pipe, rows: int) -> list[float]:
@@ -95,6 +110,22 @@ def random_fleet(
         if one != other and draw.random() < 0.7
     }
     return model, FleetFigures(devices, links, LinkFigures(0.0005, 1e7))
+
+
+def large_fleet() -> tuple[ModelFootprint, FleetFigures]:
+    """A hundred devices, of which none holds eighty layers by itself."""
+    draw = random.Random(7)
+    model, small = random_fleet(11, max_devices=6, max_layers=12, is_tight=False, is_full=True)
+    model = replace(model, layer_bytes=(20 * 2**20,) * 80)
+    devices = tuple(
+        replace(
+            draw.choice(small.devices),
+            worker_id=WorkerId(f"w{index:03}"),
+            profile=replace(small.devices[0].profile, memory_bytes=draw.choice((1, 2, 3)) * 2**30),
+        )
+        for index in range(100)
+    )
+    return model, FleetFigures(devices, {}, LinkFigures(0.001, 1e7))
 
 
 def _device(draw: random.Random, index: int, memory_bytes: int) -> DeviceFigures:

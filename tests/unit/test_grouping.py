@@ -360,6 +360,33 @@ class TestObjectives:
         assert len(placements) == num_pipelines
 
 
+class TestStreams:
+    """Sixteen of them."""
+
+    ROOM = MODEL.need_bytes(0, 30, 8 * 1024)
+
+    @pytest.mark.parametrize("objective", [Objective.THROUGHPUT, Objective.LATENCY])
+    @pytest.mark.parametrize(("is_shared", "num_each"), [(False, 16), (True, 8)])
+    def test_each_pipeline_has_all_of_them_or_its_part(
+        self, objective: Objective, is_shared: bool, num_each: int
+    ) -> None:
+        rules = replace(TWO_REPLICAS, objective=objective, is_shared=is_shared)
+        assert [one.slots for one in grouped(device(), device(), rules=rules)] == [num_each] * 2
+
+    @pytest.mark.parametrize("objective", [Objective.THROUGHPUT, Objective.LATENCY])
+    def test_a_context_is_promised_to_those_of_a_pipeline_alone(self, objective: Objective) -> None:
+        shared = Demand(16, 1024, objective, replicas=2, is_promised=True, is_shared=True)
+        two = [device(memory_bytes=self.ROOM)] * 2
+        assert len(grouped(*two, rules=shared)) == 2
+        with pytest.raises(PlacementImpossible):
+            grouped(*two[1:], rules=replace(shared, replicas=1))
+
+    @pytest.mark.parametrize("objective", [Objective.THROUGHPUT, Objective.LATENCY])
+    def test_fewer_pipelines_than_are_wanted_have_more_of_them_each(self, objective: Objective) -> None:
+        rules = Demand(12, objective=objective, replicas=3, is_shared=True)
+        assert [one.slots for one in grouped(device(), device(), rules=rules)] == [6, 6]
+
+
 def test_a_fleet_that_joins_in_another_order_gets_the_same_plan() -> None:
     workers = make_workers(*(device(speed=speed) for speed in (1.0, 0.7, 1.0, 0.7, 0.9)))
     expected = place_all(MODEL, workers, RULES)

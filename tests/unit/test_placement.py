@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -207,6 +208,25 @@ class TestImpossible:
             place_on(
                 make_model(), make_profile(memory_bytes=room), num_streams=2, context_tokens=1024, is_promised=True
             )
+
+    def test_a_context_that_nobody_can_use_is_not_named(self) -> None:
+        room = make_model().need_bytes(0, 30, 4 * 1024)
+        with pytest.raises(PlacementImpossible, match=r"What helps: 4 stream\(s\) of 1024 tokens"):
+            place_on(
+                make_model(), make_profile(memory_bytes=room), num_streams=5000, context_tokens=1024, is_promised=True
+            )
+
+    @pytest.mark.parametrize("num_pages", [199, 200, 201])
+    def test_what_is_named_is_possible(self, num_pages: int) -> None:
+        model = make_model()
+        profile = make_profile(memory_bytes=model.need_bytes(0, 30, num_pages * 16))
+        with pytest.raises(PlacementImpossible) as impossible:
+            place_on(model, profile, num_streams=3, context_tokens=1500, is_promised=True)
+        context, _, num_streams = re.findall(
+            r"context of (\d+) tokens for (\d+) stream\(s\); or (\d+) stream", impossible.value.message
+        )[0]
+        assert place_on(model, profile, num_streams=3, context_tokens=int(context), is_promised=True)
+        assert place_on(model, profile, num_streams=int(num_streams), context_tokens=1500, is_promised=True)
 
     def test_the_share_of_bytes_that_would_fit_is_named(self) -> None:
         model = make_model()

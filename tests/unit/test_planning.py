@@ -127,6 +127,16 @@ class TestPlan:
         singles = [one.outcome.tokens_per_s for one in found.alternatives if one.what.endswith(("device", "devices"))]
         assert found.outcome.tokens_per_s >= max(singles) * (1 - 1e-9)
 
+    def test_pipelines_that_are_asked_for_are_the_plan_that_is_told_of_as_possible(self) -> None:
+        found = planned(*[make_profile()] * 3, demand=Demand(num_streams=8, replicas=2, is_shared=True))
+        assert found.outcome.num_streams == 8
+        (chosen,) = [one for one in found.alternatives if one.is_chosen]
+        assert (chosen.what, chosen.outcome) == ("2 pipelines", found.outcome)
+
+    def test_streams_that_each_pipeline_has_are_not_divided(self) -> None:
+        found = planned(*[make_profile()] * 2, demand=Demand(num_streams=8, replicas=2))
+        assert [one.num_streams for one in found.pipelines] == [8, 8]
+
     def test_memory_that_keeps_a_plan_from_more_is_told(self) -> None:
         room = MODEL.need_bytes(0, 10, 1024)
         assert planned(make_profile(memory_bytes=room)).bound_by.startswith("memory: with enough of it")

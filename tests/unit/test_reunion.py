@@ -76,6 +76,14 @@ def test_what_other_options_would_make_otherwise_is_not_taken_up(demand: Demand)
     assert reunite(MODEL, shards, MODES, demand) == ()
 
 
+def test_pipelines_that_share_the_streams_come_back_with_their_parts() -> None:
+    shards = [held("w0", 0, 12), held("w1", 0, 12, P2)]
+    demand = replace(DEMAND, num_streams=8, replicas=0)
+
+    assert [one.slots for one in reunite(MODEL, shards, MODES, demand)] == [4, 4]
+    assert reunite(MODEL, shards, MODES, replace(demand, num_streams=3)) == ()
+
+
 @pytest.mark.parametrize(
     ("modes", "expected"),
     [

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
 
 from orchestrator.core.demand import Demand
-from orchestrator.core.figures import FleetFigures, LinkFigures
+from orchestrator.core.figures import DeviceFigures, FleetFigures, LayerTimes, LinkFigures
 from orchestrator.core.footprint import ModelFootprint
 from orchestrator.core.grouping import place_all
 from orchestrator.core.solver import Solver
-from shoal.types import Objective, WorkerId
-from tests.support.brute_force import all_pipes, random_fleet, token_s, tokens_per_s
+from shoal.types import DeviceProfile, Objective, WorkerId
+from tests.support.brute_force import best_of_all, large_fleet, random_fleet
 
 KV_TOKENS = 512
 # Sums of the same times in another order.
@@ -22,10 +21,10 @@ STREAMS = (1, 3, 8, 16, 40)
 
 
 def check_against_all(model: ModelFootprint, fleet: FleetFigures, num_streams: int) -> None:
-    pipes = list(all_pipes(model, fleet, KV_TOKENS))
+    best = best_of_all(model, fleet, KV_TOKENS, num_streams)
     solver = Solver(model, fleet)
     lone, many = solver.for_latency(KV_TOKENS), solver.for_throughput(num_streams, KV_TOKENS)
-    if not pipes:
+    if best is None:
         assert lone is None
         assert many is None
         assert not solver.is_possible(KV_TOKENS)
@@ -33,9 +32,8 @@ def check_against_all(model: ModelFootprint, fleet: FleetFigures, num_streams: i
     assert lone is not None
     assert many is not None
     assert solver.is_possible(KV_TOKENS)
-    assert lone.route.total_s == pytest.approx(min(token_s(model, fleet, pipe) for pipe in pipes), rel=EQUAL)
-    best = max(tokens_per_s(model, fleet, pipe, num_streams) for pipe in pipes)
-    assert many.tokens_per_s == pytest.approx(best, rel=EQUAL)
+    assert lone.route.total_s == pytest.approx(best[0], rel=EQUAL)
+    assert many.tokens_per_s == pytest.approx(best[1], rel=EQUAL)
 
 
 @pytest.mark.parametrize("is_tight", [False, True])
@@ -84,20 +82,58 @@ def test_a_hundred_devices_get_eighty_layers(objective: Objective) -> None:
         assert len(placements) > 1
 
 
-def large_fleet() -> tuple[ModelFootprint, FleetFigures]:
-    """A hundred devices, of which none holds eighty layers by itself."""
-    draw = random.Random(7)
-    model, small = random_fleet(11, max_devices=6, max_layers=12, is_tight=False, is_full=True)
-    model = replace(model, layer_bytes=(20 * 2**20,) * 80)
+@pytest.mark.parametrize("num_devices", [9, 12])
+@pytest.mark.parametrize("seed", range(6))
+def test_no_number_of_stages_is_better_than_the_plan_of_a_fleet_that_is_too_large_for_every_order(
+    seed: int, num_devices: int
+) -> None:
+    model, fleet = random_fleet(seed, max_devices=num_devices, max_layers=20, is_tight=seed % 2 > 0, is_full=True)
+    solver = Solver(model, fleet)
+    assert not solver.is_exact
+    plan, lone = solver.for_throughput(64, KV_TOKENS), solver.for_latency(KV_TOKENS)
+    assert plan is not None
+    assert lone is not None
+    for number in range(1, num_devices + 1):
+        many, ring = solver.for_throughput(64, KV_TOKENS, number), solver.for_latency(KV_TOKENS, number)
+        assert many is None or many.tokens_per_s <= plan.tokens_per_s * (1 + EQUAL)
+        assert ring is None or ring.route.total_s >= lone.route.total_s * (1 - EQUAL)
+
+
+@pytest.mark.parametrize("is_tight", [False, True])
+def test_the_search_for_large_fleets_finds_nearly_the_best_where_both_can_look(is_tight: bool) -> None:
+    shares = []
+    for seed in range(100, 112):
+        model, fleet = random_fleet(seed, max_devices=6, max_layers=12, is_tight=is_tight, is_full=True)
+        exact, good = Solver(model, fleet), Solver(model, fleet, is_exact=False)
+        best, found = exact.for_throughput(16, KV_TOKENS), good.for_throughput(16, KV_TOKENS)
+        lone, ring = exact.for_latency(KV_TOKENS), good.for_latency(KV_TOKENS)
+        if best is not None:
+            assert found is not None
+            assert lone is not None
+            assert ring is not None
+            shares += [found.tokens_per_s / best.tokens_per_s, lone.route.total_s / ring.route.total_s]
+    assert min(shares) > 0.8
+    assert sum(shares) / len(shares) > 0.97
+
+
+def test_fast_devices_that_take_few_rows_do_not_hide_the_plan_without_them() -> None:
+    """The four that are fastest with one row allow batches of two; the others are better at sixteen."""
+    model, fleet = random_fleet(1, max_devices=6, max_layers=12, is_tight=False, is_full=True)
+    times = LayerTimes(((1, 0.001), (16, 0.0016)), ((1, 0.0),), prefill_token_s=0.0001)
     devices = tuple(
-        replace(
-            draw.choice(small.devices),
-            worker_id=WorkerId(f"w{index:03}"),
-            profile=replace(small.devices[0].profile, memory_bytes=draw.choice((1, 2, 3)) * 2**30),
+        DeviceFigures(
+            WorkerId(f"w{index}"),
+            DeviceProfile("d", "phone", 2**34, max_batch=2 if index < 4 else 16),
+            times if index >= 4 else times.scaled(0.9),
         )
-        for index in range(100)
+        for index in range(9)
     )
-    return model, FleetFigures(devices, {}, LinkFigures(0.001, 1e7))
+    many = Solver(model, replace(fleet, devices=devices, links={}, default_link=LinkFigures(0.0))).for_throughput(
+        64, KV_TOKENS, 4
+    )
+    assert many is not None
+    assert many.rows == 16
+    assert min(many.route.order) >= 4
 
 
 def test_the_same_fleet_gets_the_same_plan() -> None:
