@@ -100,8 +100,6 @@ class _Part:
         is_over = log.is_left or log.finish is not None
         if is_over or not self.fields.keys() <= self.page.fields:
             commands.append(("PEXPIRE", key, round((ENDED_TTL_S if is_over else TTL_S) * 1e3)))
-        if _RECORD in self.fields:
-            commands.append(("SADD", request_index_key(orchestrator), record_id))
         return commands
 
 
@@ -225,6 +223,11 @@ class Journal:
         for part in parts:
             first.append(len(commands))
             commands.extend(part.commands(self._name))
+        if parts:
+            # Each time: it may have been evicted, and lasts as long as the youngest of its requests.
+            listed = request_index_key(self._name)
+            commands.append(("SADD", listed, *(part.page.record.record_id for part in parts)))
+            commands.append(("PEXPIRE", listed, round(TTL_S * 1e3)))
         deleted = list(self._deleted)[:MAX_REQUESTS]
         if deleted:
             commands.append(("DEL", *(request_key(self._name, record_id) for record_id in deleted)))

@@ -48,7 +48,7 @@ class Served:
 
     answer: None while nobody computes it. turn: of its session. num_sent: answer tokens that a stream took. reader: the task
     of the stream that it goes to; is_awaited: it waits for a token. idle_since: when it last lost its reader. error: what
-    ended it.
+    who comes back hears of its end.
     """
 
     record: RequestRecord
@@ -199,7 +199,7 @@ class ServedRequests:
                 served.is_awaited = False
             assert event.index == index, f"token {event.index} came, {index} was due"
             log.append(event.token_id, event.logprobs, self._wall_clock())
-            self._journal.touch(served.record.record_id)
+            self._note(served)
             return event
         is_last = index == len(log.token_ids) - 1
         return TokenEvent(
@@ -246,7 +246,7 @@ class ServedRequests:
         if self._is_closing and isinstance(error, NotReady):
             # The next orchestrator goes on with it.
             return
-        served.error = error
+        served.error = _told_again(error)
         self._journal.forget(served.record.record_id)
 
     # What time brings
@@ -383,6 +383,14 @@ def _finish_of(record: RequestRecord, token_ids: Sequence[int]) -> FinishReason 
     if token_ids and token_ids[-1] in record.stop_ids:
         return FinishReason.STOP
     return FinishReason.LENGTH if len(token_ids) >= record.max_tokens else None
+
+
+def _told_again(error: ShoalError) -> ShoalError:
+    """What is said of an answer that ended with an error to whoever asks for the rest of it."""
+    if not isinstance(error, NotReady):
+        return error
+    # NotReady would have its client ask again and again for what cannot come any more.
+    return RequestNotFound(f"this request cannot be resumed, for it has ended: {error.message}", field="request_id")
 
 
 def taken_over() -> RequestCancelled:

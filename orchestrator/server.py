@@ -300,9 +300,6 @@ def _add_course(finished: inference_pb2.Finished, answer: Answer) -> None:
         finished.pipeline.add(worker_id=member.worker_id, layers=layers, device=member.device)
     finished.pipeline_id = answer.pipeline_id
     finished.queue_ms = sequence.queue_s * 1e3
-    finished.num_preemptions = sequence.num_preemptions
-    finished.num_recoveries = sequence.num_recoveries
-    finished.has_changed_kernels = sequence.has_changed_kernels
     finished.cache.CopyFrom(_cache_use(sequence))
 
 

@@ -61,18 +61,17 @@ class Calls:
 class _Reading:
     """What both kinds of streams know: the answer so far, whether it is over, and how it is gone on with."""
 
-    __slots__ = ("answer", "calls", "is_cancelled", "is_over", "resumption")
+    __slots__ = ("answer", "calls", "is_over", "resumption")
 
     def __init__(self, calls: Calls, resume_s: float) -> None:
         self.calls = calls
         self.answer = Answer()
         self.resumption = Resumption(resume_s)
-        self.is_cancelled = False
         self.is_over = False
 
     @property
     def is_at_end(self) -> bool:
-        return self.answer.is_finished or self.is_cancelled
+        return self.answer.is_finished or self.is_over
 
     def add(self, message: Any) -> Delta | None:
         """Take in an event, of a stream that was begun or gone on with."""
@@ -88,10 +87,6 @@ class _Reading:
         if not self.answer.request_id:
             raise error
         return self.resumption.on_error(error, time.monotonic(), is_break=is_break)
-
-    def cancel(self) -> None:
-        self.is_cancelled = self.is_cancelled or not self.answer.is_finished
-        self.is_over = True
 
     def result(self) -> Generation:
         if not self.is_over:
@@ -149,7 +144,7 @@ class Stream:
 
     def cancel(self) -> None:
         """End the call; harmless if it has ended. May be called from another thread."""
-        self._reading.cancel()
+        self._reading.is_over = True
         self._has_cancelled.set()
         self._call.cancel()
 
@@ -193,7 +188,7 @@ class AsyncStream:
         except asyncio.CancelledError:
             # grpc.aio raises it too where only the call was cancelled, and that is an end like any other.
             task = asyncio.current_task()
-            if not reading.is_cancelled or (task is not None and task.cancelling()):
+            if not reading.is_over or (task is not None and task.cancelling()):
                 raise
         finally:
             self.cancel()
@@ -216,7 +211,7 @@ class AsyncStream:
 
     def cancel(self) -> None:
         """End the call; harmless if it has ended."""
-        self._reading.cancel()
+        self._reading.is_over = True
         self._has_cancelled.set()
         self._call.cancel()
 

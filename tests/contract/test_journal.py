@@ -102,11 +102,13 @@ async def test_what_nobody_forgets_expires(redis_server: EmbeddedRedis) -> None:
     journal.begin(record, make_log([1]))
     await journal.stop()
 
-    replies = await link.call(("TTL", request_key(NAME, record.record_id)), timeout_s=PATIENCE_S)
+    keys = (request_key(NAME, record.record_id), request_index_key(NAME))
+    replies = await link.call(*(("TTL", key) for key in keys), timeout_s=PATIENCE_S)
     await link.close()
 
     assert replies is not None
-    assert TTL_S - 60 < replies[0] <= TTL_S
+    assert len(replies) == 2
+    assert all(TTL_S - 60 < ttl_s <= TTL_S for ttl_s in replies)
 
 
 @pytest.mark.parametrize("trouble", ["killed", "hangs", "full"])

@@ -1,70 +1,20 @@
-"""What is written of requests, when, and what becomes of it while Redis is away: over a fake Redis, in virtual time."""
+"""What is written of requests, and when: over a fake Redis, in virtual time."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 
 from orchestrator import journal as module
-from orchestrator.journal import ENDED_TTL_S, TTL_S, WRITE_EVERY_S, Journal, JournalEntry, name_of
+from orchestrator.journal import ENDED_TTL_S, TTL_S, WRITE_EVERY_S, Journal, name_of
 from orchestrator.record import SEGMENT_TOKENS
-from shoal.redis_connection import Command, RedisRefusal, RefusalKind
-from shoal.redis_link import request_index_key, request_key
+from shoal.redis_link import request_index_key
 from shoal.types import FinishReason
 from tests.support.fake_link import FakeLink
+from tests.support.journals import KEY, NAME, RECORD, SETTLE_S, CountingLink, loaded, make_journal
 from tests.support.requests_kept import make_log, make_record
 from tests.support.virtual_time import run_virtually
-
-NAME = b"n" * 16
-# Long enough for everything to be written that can be.
-SETTLE_S = 5.0
-RECORD = make_record()
-KEY = request_key(NAME, RECORD.record_id)
-
-
-class CountingLink(FakeLink):
-    """commands: all that were carried out. num_tried: calls. refuses: they give a refusal; hangs: they
-    time out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.commands: list[Command] = []
-        self.refuses = False
-        self.hangs = False
-        self.num_tried = 0
-
-    async def call(self, *commands: Command, timeout_s: float = 0.05) -> list[Any] | None:
-        self.num_tried += 1
-        if self.hangs:
-            await asyncio.sleep(timeout_s)
-            return None
-        if self.refuses:
-            return [RedisRefusal(RefusalKind.FULL, "OOM") for _ in commands]
-        replies = await super().call(*commands, timeout_s=timeout_s)
-        if replies is not None:
-            self.commands.extend(commands)
-        return replies
-
-    def written(self) -> list[set[str]]:
-        """The fields of each HSET."""
-        return [
-            {str(name, "ascii") for name in command[2::2] if isinstance(name, bytes)}
-            for command in self.commands
-            if command[0] == "HSET"
-        ]
-
-
-def make_journal(link: FakeLink | None) -> Journal:
-    return Journal(link, NAME, lambda: 1000.0)
-
-
-async def loaded(link: FakeLink) -> list[JournalEntry]:
-    """What the next orchestrator finds."""
-    entries = await make_journal(link).load()
-    assert entries is not None
-    return entries
 
 
 def test_the_next_orchestrator_finds_a_request_with_its_tokens() -> None:
@@ -174,6 +124,46 @@ def test_a_request_that_is_over_is_kept_for_less_time() -> None:
     run_virtually(main())
 
 
+def test_a_request_whose_client_has_left_is_kept_for_less_time() -> None:
+    async def main() -> None:
+        link = FakeLink()
+        make_journal(link).begin(RECORD, make_log([4], is_left=True))
+        await asyncio.sleep(SETTLE_S)
+
+        assert link.ttls_ms[KEY] == ENDED_TTL_S * 1e3
+
+    run_virtually(main())
+
+
+def test_an_answer_that_grows_is_kept_for_longer() -> None:
+    async def main() -> None:
+        link, log = FakeLink(), make_log(range(SEGMENT_TOKENS))
+        journal = make_journal(link)
+        journal.begin(RECORD, log)
+        await asyncio.sleep(SETTLE_S)
+        link.ttls_ms.clear()
+        log.append(9, None, 1.0)
+        journal.touch(RECORD.record_id)
+        await asyncio.sleep(SETTLE_S)
+
+        assert link.ttls_ms[KEY] == TTL_S * 1e3
+
+    run_virtually(main())
+
+
+def test_the_list_of_requests_lasts_as_long_as_any_of_them_whatever_becomes_of_others() -> None:
+    async def main() -> None:
+        link = FakeLink()
+        journal = make_journal(link)
+        journal.begin(RECORD, make_log([4]))
+        journal.begin(make_record(2), make_log([4], finish=FinishReason.LENGTH))
+        await asyncio.sleep(SETTLE_S)
+
+        assert link.ttls_ms[request_index_key(NAME)] == TTL_S * 1e3
+
+    run_virtually(main())
+
+
 def test_a_forgotten_request_leaves_nothing() -> None:
     async def main() -> None:
         link = FakeLink()
@@ -190,61 +180,15 @@ def test_a_forgotten_request_leaves_nothing() -> None:
     run_virtually(main())
 
 
-@pytest.mark.parametrize("trouble", ["is_away", "refuses", "hangs"])
-def test_what_redis_did_not_take_is_written_whole_when_it_does(trouble: str) -> None:
+def test_a_forgotten_request_is_deleted_once() -> None:
     async def main() -> None:
-        link, log = CountingLink(), make_log([1, 2])
+        link = CountingLink()
         journal = make_journal(link)
-        journal.begin(RECORD, log)
-        await asyncio.sleep(SETTLE_S)
-        setattr(link, trouble, True)
-        log.append(3, None, 1.0)
-        journal.touch(RECORD.record_id)
-        await asyncio.sleep(SETTLE_S)
-        # It may have lost everything, as one that was killed.
-        link.hashes.clear()
-        setattr(link, trouble, False)
-        await asyncio.sleep(SETTLE_S)
-        journal.check_invariants()
-
-        (entry,) = await loaded(link)
-        assert entry.log.token_ids == [1, 2, 3]
-        assert journal.counters.failed_writes > 0
-
-    run_virtually(main())
-
-
-def test_while_redis_is_away_it_is_not_asked_all_the_time() -> None:
-    async def main() -> None:
-        link, log = CountingLink(), make_log()
-        link.is_away = True
-        journal = make_journal(link)
-        journal.begin(RECORD, log)
-        for token_id in range(1000):
-            log.append(token_id, None, 1.0)
-            journal.touch(RECORD.record_id)
-            await asyncio.sleep(0.01)
-
-        # In ten seconds.
-        assert link.num_tried <= 12
-
-    run_virtually(main())
-
-
-def test_what_redis_has_lost_without_a_word_is_written_again() -> None:
-    async def main() -> None:
-        link, log = CountingLink(), make_log(range(SEGMENT_TOKENS + 1))
-        journal = make_journal(link)
-        journal.begin(RECORD, log)
-        await asyncio.sleep(SETTLE_S)
-        link.hashes.clear()
-        link.sets.clear()
-        log.append(9, None, 1.0)
-        journal.touch(RECORD.record_id)
+        journal.begin(RECORD, make_log([4]))
+        journal.forget(RECORD.record_id)
         await asyncio.sleep(SETTLE_S)
 
-        (entry,) = await loaded(link)
-        assert entry.log == log
+        assert [command[0] for command in link.commands] == ["DEL", "SREM"]
 
     run_virtually(main())
 
@@ -296,76 +240,6 @@ def test_much_is_written_in_several_calls(monkeypatch: pytest.MonkeyPatch) -> No
         await asyncio.sleep(SETTLE_S)
 
         assert (len(link.written()), link.num_tried) == (3, 3)
-
-    run_virtually(main())
-
-
-def test_stopping_writes_what_is_to_be_written() -> None:
-    async def main() -> None:
-        link, log = FakeLink(), make_log()
-        journal = make_journal(link)
-        journal.begin(RECORD, log)
-        await asyncio.sleep(WRITE_EVERY_S / 2)
-        log.append(7, None, 1.0)
-        journal.touch(RECORD.record_id)
-        await journal.stop()
-
-        assert (await loaded(link))[0].log.token_ids == [7]
-
-    run_virtually(main())
-
-
-def test_stopping_does_not_wait_for_a_redis_that_hangs() -> None:
-    async def main() -> None:
-        link = CountingLink()
-        link.hangs = True
-        journal = make_journal(link)
-        journal.begin(RECORD, make_log())
-        await asyncio.sleep(WRITE_EVERY_S / 2)
-        begun_at = asyncio.get_running_loop().time()
-        await journal.stop()
-
-        assert asyncio.get_running_loop().time() - begun_at <= module.STOP_TIMEOUT_S
-
-    run_virtually(main())
-
-
-def test_without_redis_there_is_no_journal() -> None:
-    async def main() -> None:
-        journal = make_journal(None)
-        journal.begin(RECORD, make_log())
-        journal.touch(RECORD.record_id)
-        journal.forget(RECORD.record_id)
-        journal.check_invariants()
-        await journal.stop()
-
-        assert await journal.load() == []
-
-    run_virtually(main())
-
-
-def test_a_journal_that_cannot_be_read_is_none() -> None:
-    async def main() -> None:
-        link = FakeLink()
-        link.is_away = True
-
-        assert await make_journal(link).load() is None
-
-    run_virtually(main())
-
-
-def test_what_is_no_request_is_deleted_when_it_is_found() -> None:
-    async def main() -> None:
-        link = FakeLink()
-        gone, damaged = b"g" * 16, b"d" * 16
-        link.sets[request_index_key(NAME)] = {gone, damaged}
-        link.hashes[request_key(NAME, damaged)] = {b"record": b"rubbish"}
-        journal = make_journal(link)
-
-        assert await journal.load() == []
-        await asyncio.sleep(SETTLE_S)
-
-        assert (link.hashes, link.sets[request_index_key(NAME)]) == ({}, set())
 
     run_virtually(main())
 

@@ -124,3 +124,12 @@ def test_what_is_cut_off_takes_its_logprobs_with_it() -> None:
 
     assert log.token_ids == [4]
     log.check_invariants()
+
+
+def test_an_answer_that_has_logprobs_of_a_part_of_its_tokens_has_none() -> None:
+    log = make_log(range(SEGMENT_TOKENS), has_logprobs=True)
+    log.append(5, None, 99.0)
+
+    kept = unpack_log(log.pack_state(), [log.pack_segment(index) for index in range(2)])
+
+    assert (len(kept.token_ids), kept.logprobs) == (SEGMENT_TOKENS + 1, [])

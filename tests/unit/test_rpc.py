@@ -115,6 +115,11 @@ def test_only_a_call_that_we_cancelled_counts_as_cancelled() -> None:
     assert type(error) is errors.RequestCancelled
 
 
+def test_a_connection_that_breaks_during_a_write_is_no_bug_of_the_orchestrator() -> None:
+    details = "Internal error from Core"
+    assert type(rpc.error_from_rpc(FakeRpcError(grpc.StatusCode.INTERNAL, details), ADDRESS)) is errors.ConnectionFailed
+
+
 def test_a_refused_connection_says_how_to_start_a_fleet() -> None:
     refused = FakeRpcError(grpc.StatusCode.UNAVAILABLE, "failed to connect to all addresses; last error: refused")
 
@@ -236,6 +241,16 @@ async def test_what_a_write_raises_after_the_client_left_is_nobodys_error(caplog
 
     with caplog.at_level(logging.INFO):
         await Servicer(RuntimeError("stream is gone")).Stream("abc", context)
+
+    assert context.aborted is None
+    assert not caplog.records
+
+
+async def test_a_write_that_a_broken_connection_ends_is_nobodys_error(caplog: pytest.LogCaptureFixture) -> None:
+    context: Any = FakeContext()
+
+    with caplog.at_level(logging.INFO):
+        await Servicer(grpc.aio.InternalError("Failed to send")).Stream("abc", context)
 
     assert context.aborted is None
     assert not caplog.records

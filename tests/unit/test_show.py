@@ -59,6 +59,12 @@ def test_with_one_pipeline_no_column_names_it(capsys: pytest.CaptureFixture[str]
     ]
 
 
+def test_a_device_that_is_cordoned_says_so_beside_its_state(capsys: pytest.CaptureFixture[str]) -> None:
+    (_, row) = table_rows(make_status([make_device("phone-1", is_cordoned=True)], make_pipeline("p1")), capsys)
+
+    assert row.startswith("phone-1 phone ready, cordoned [0, 30)")
+
+
 def test_with_several_devices_are_sorted_by_pipeline_and_stage(capsys: pytest.CaptureFixture[str]) -> None:
     devices = [
         make_device("spare", "", None),

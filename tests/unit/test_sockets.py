@@ -23,6 +23,12 @@ def test_a_silent_peer_is_asked_after_a_second_and_missed_a_second_later() -> No
     assert (is_kept_alive, options) == (1, [1, 1, 1])
 
 
+def test_a_small_message_is_sent_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as link:
+        sockets.tune(link)
+        assert link.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such time")
 def test_a_peer_that_reads_nothing_for_long_is_not_missed_for_that() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as link:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 from orchestrator.core.fleet import Fleet
 from orchestrator.core.limits import Pace
 from orchestrator.core.thermal import ThermalMonitor
 from orchestrator.engine import Engine
+from orchestrator.monitors import Monitors
 from orchestrator.pipeline import Pipeline, StageMember
-from orchestrator.status import device_status, pipeline_statuses
+from orchestrator.status import device_status, pipeline_statuses, waiting_for
+from orchestrator.status import fleet_status as fleet_status_of
 from orchestrator.worker_session import WorkerSession
 from shoal import messages
 from shoal.status import FleetStatus, status_from_proto
@@ -82,6 +85,32 @@ async def test_each_pipeline_is_told_with_its_own_load_and_workers() -> None:
         one: (1, 1) if one == busy else (0, 0) for one in told
     }
     assert told["p1"].epoch != told["p2"].epoch
+
+
+def test_a_device_that_is_late_is_suspect_and_one_whose_layers_are_moved_drains() -> None:
+    scene = Scene()
+    monitors = Monitors(scene.fleet, scene.engine)
+    sessions = {one: WorkerSession(fleet_pb2.Hello(worker_id=one)) for one in (A, B, C)}
+    now = time.monotonic()
+    for worker_id, beaten_at in ((A, now - 2.0), (B, now), (C, now)):
+        monitors.add(worker_id, PROFILE)
+        scene.fleet.heartbeat(worker_id, 1, Telemetry(), beaten_at)
+
+    told = fleet_status_of(scene.fleet, scene.engine, sessions, monitors, [C], model="tiny", trouble="", uptime_s=1.0)
+
+    assert [(one.worker_id, one.state) for one in told.devices] == [("a", "suspect"), ("b", "ready"), ("c", "draining")]
+
+
+def test_what_a_fleet_waits_for_is_told_in_the_order_in_which_it_comes() -> None:
+    fleet = Fleet(lease_s=3.0)
+    assert waiting_for(fleet.members(), 1) == "0 of 1 devices have joined"
+    assert "no device has joined" in waiting_for(fleet.members(), 0)
+
+    linking = Scene()
+    fleet.attach(A, 1, PROFILE, 0.0)
+    assert waiting_for(fleet.members(), 2) == "1 of 2 devices have joined"
+    assert waiting_for(fleet.members(), 1) == "layers are loaded by a"
+    assert waiting_for(linking.fleet.members(), 3) == "devices open links to each other"
 
 
 def test_a_pipeline_that_does_not_serve_yet_is_not_told() -> None:
