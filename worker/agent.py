@@ -238,9 +238,9 @@ class Agent:
                 self._lifecycle.move_to(WorkerState.LOADING)
                 self._holding.take(response.load_shard, stub, self._start)
             case "open_links":
-                if self._holding.is_at(response.open_links.pipeline_id, response.open_links.epoch):
-                    assert self._holding.command is not None
-                    self._start(self._open_links(self._holding.command))
+                current = self._holding.current_of(response.open_links.pipeline_id, response.open_links.epoch)
+                if current is not None:
+                    self._start(self._open_links(current))
             case "unload_shard":
                 self._unload(response.unload_shard.epoch)
             case command:

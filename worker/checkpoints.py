@@ -23,16 +23,12 @@ MAX_LAST_SEGMENTS = 16
 
 @dataclass(slots=True)
 class _Trail:
-    """base: the first token that is checkpointed. written: up to where the tier has it, or is about to.
-
-    is_known: a restore named it, so that the tier may have something of an earlier run.
-    """
+    """base: the first token that is checkpointed. written: up to where the tier has it, or is about to."""
 
     trail_id: bytes
     base: int
     is_exact: bool
     written: int
-    is_known: bool
 
 
 class Checkpoints:
@@ -63,10 +59,8 @@ class Checkpoints:
     def expect(self, slot: int, trail_id: bytes, base: int) -> None:
         """A slot is about to be filled for a sequence that ran before, or holds what it computed then."""
         known = self._trails.get(slot)
-        if known is not None and known.trail_id == trail_id:
-            known.is_known = True
-        else:
-            self._trails[slot] = _Trail(trail_id, base, is_exact=True, written=base, is_known=True)
+        if known is None or known.trail_id != trail_id:
+            self._trails[slot] = _Trail(trail_id, base, is_exact=True, written=base)
 
     def restored(self, slot: int, num_tokens: int, *, is_exact: bool) -> None:
         """A slot was filled from the tier, with so many tokens, or with blocks alone."""
@@ -77,18 +71,19 @@ class Checkpoints:
     def begin(self, slot: int, trail_id: bytes, base: int, position: int, *, is_exact: bool) -> None:
         """The first row of a run is about to write to a slot from a position on.
 
-        What the tier has beyond it, of an earlier run, is deleted: another kind of processor may have drawn another answer.
+        Of a trail that was expected the tier may have something beyond it, of an earlier run, which is deleted: another kind
+        of processor may have drawn another answer.
         """
         known = self._trails.get(slot)
         if known is None or known.trail_id != trail_id:
             self.leave(slot)
             if trail_id:
-                self._trails[slot] = _Trail(trail_id, base, is_exact, base, is_known=False)
+                self._trails[slot] = _Trail(trail_id, base, is_exact, base)
             return
         # Segments of any stage begin where one of the longest does, so that there is no gap before it.
         safe = max(base, position - position % MAX_SEGMENT_TOKENS)
         known.base, known.is_exact, known.written = base, is_exact, min(max(base, known.written), safe)
-        if known.is_known and self._lower is not None:
+        if self._lower is not None:
             self._lower.cut_trail(trail_id, self._form.layers, position)
 
     def leave(self, slot: int) -> None:

@@ -50,7 +50,7 @@ from worker.kv.host import HOST
 from worker.kv.trace import BlockTrace
 from worker.links import Link
 from worker.probing import EchoCame, SendEcho, echo_frame
-from worker.profiling import MeasureShape, ShapeMeasured, measure
+from worker.profiling import HOLDS_LAYERS, MeasureShape, ShapeMeasured, measure
 from worker.shard import Shard, open_shard
 from worker.stage import ORCHESTRATOR, StageRunner
 
@@ -324,7 +324,7 @@ class Compute:
 
     def _measure_shape(self, item: MeasureShape) -> None:
         if self._stages:
-            raise NotReady("the device holds layers; it is measured when it does not")
+            raise NotReady(HOLDS_LAYERS)
         times = measure(item.command, self._profile, item.folder, time.time())
         self._notify(ShapeMeasured(times.shape_digest, times))
 

@@ -16,10 +16,10 @@ import grpc
 
 from shoal import rpc
 from shoal.config import WorkerConfig
-from shoal.types import PROTOCOL_VERSION, DeviceProfile
+from shoal.types import PROTOCOL_VERSION, DeviceProfile, LinkProfile
 from shoal.v1 import fleet_pb2, flow_pb2
 from worker.emulation import LinkShaper
-from worker.links import DelayLine, GrpcLink, Link, ShapedLink, SocketLink, dial, read_shaped, run_grpc_link
+from worker.links import DelayLine, GrpcLink, Link, SocketLink, dial, read_shaped, run_grpc_link, shaped
 
 DIAL_TIMEOUT_S = 2.0
 
@@ -58,7 +58,7 @@ class Dialer:
         self._incarnation = incarnation
         self._deliver = deliver
         self.uplink_kind = ""
-        self._is_shaped = profile.link.delay_ms > 0 or profile.link.rate_mbit_s > 0
+        self._is_shaped = profile.link != LinkProfile()
 
     def advertised_host(self) -> str:
         """The address peers can dial: our own, or, when we listen on all, the one that leads to the orchestrator."""
@@ -84,11 +84,13 @@ class Dialer:
             carried = GrpcLink(asyncio.get_running_loop())
             carried.send(hello)
             on_frame = self._deliver if inbound is None else inbound.push
-            return Opened(self._shaped(carried), run_grpc_link(carried, channel, on_frame), inbound=inbound)
+            return Opened(
+                shaped(carried, self._profile.link), run_grpc_link(carried, channel, on_frame), inbound=inbound
+            )
         if inbound is None:
             return Opened(link, connection=link.connection)
         threading.Thread(target=read_shaped, args=(link, inbound, on_closed), name="uplink", daemon=True).start()
-        return Opened(self._shaped(link), inbound=inbound)
+        return Opened(shaped(link, self._profile.link), inbound=inbound)
 
     async def reach(self, command: fleet_pb2.LoadShard, stage: int) -> Opened | None:
         """Open a link to another stage of the pipeline; None if it cannot be reached directly."""
@@ -106,7 +108,7 @@ class Dialer:
         if self._config.use_sockets and peer.socket_address:
             link = await dial(peer.socket_address, hello, DIAL_TIMEOUT_S)
             if link is not None:
-                return Opened(self._shaped(link), connection=link.connection)
+                return Opened(shaped(link, self._profile.link), connection=link.connection)
         return await self._reach_by_grpc(peer.flow_address, hello, on_frame) if peer.flow_address else None
 
     async def _reach_by_grpc(
@@ -128,10 +130,7 @@ class Dialer:
             finally:
                 await channel.close(None)
 
-        return Opened(self._shaped(link), carry())
-
-    def _shaped(self, link: Link) -> Link:
-        return ShapedLink(link, LinkShaper(self._profile.link)) if self._is_shaped else link
+        return Opened(shaped(link, self._profile.link), carry())
 
     def _hello(self, pipeline_id: str, token: bytes) -> flow_pb2.Frame:
         hello = flow_pb2.LinkHello(

@@ -172,7 +172,6 @@ class Filling:
         """End a restore that failed as if nothing had been found."""
         restoring = self._restoring.get(slot)
         if restoring is not None and restoring.request.sequence_id == sequence_id:
-            restoring.done.clear()
             restoring.num_tokens = 0
             self._finish(restoring)
 

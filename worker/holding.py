@@ -81,25 +81,20 @@ class Holding:
             shape=command.shape,
         )
 
-    def is_current(self, command: fleet_pb2.LoadShard | None) -> bool:
+    def is_current(self, command: fleet_pb2.LoadShard) -> bool:
         """Whether a LoadShard is the newest, and its orchestrator still there."""
-        return command is not None and command is self.command and not self.is_kept
+        return command is self.command and not self.is_kept
 
     def is_of(self, spec: StageSpec) -> bool:
         """Whether a stage is that of the newest LoadShard; not by its epoch, for another orchestrator may have the same."""
         return spec is self._spec and not self.is_kept
 
-    def is_at(self, pipeline_id: str, epoch: int) -> bool:
+    def current_of(self, pipeline_id: str, epoch: int) -> fleet_pb2.LoadShard | None:
+        """The newest LoadShard, if it is of this epoch and its orchestrator still there."""
         command = self.command
-        return (
-            self.is_current(command)
-            and command is not None
-            and (command.pipeline_id, command.epoch)
-            == (
-                pipeline_id,
-                epoch,
-            )
-        )
+        if command is None or not self.is_current(command):
+            return None
+        return command if (command.pipeline_id, command.epoch) == (pipeline_id, epoch) else None
 
     def take(
         self,

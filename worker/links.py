@@ -22,6 +22,7 @@ import grpc
 from shoal import sockets
 from shoal.codec import HEADER_BYTES, MAX_HELLO_BYTES, FrameBuffer, body_bytes, pack_frame
 from shoal.errors import ConnectionFailed, ShoalError
+from shoal.types import LinkProfile
 from shoal.v1 import flow_pb2, flow_pb2_grpc
 from worker.emulation import LinkShaper
 
@@ -162,6 +163,11 @@ class ShapedLink:
     def close(self) -> None:
         self._line.close()
         self._link.close()
+
+
+def shaped(link: Link, profile: LinkProfile) -> Link:
+    """The link as slow as a device's."""
+    return link if profile == LinkProfile() else ShapedLink(link, LinkShaper(profile))
 
 
 def dial_socket(address: str, hello: flow_pb2.Frame, timeout_s: float) -> SocketLink:

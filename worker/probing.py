@@ -20,7 +20,7 @@ from shoal.errors import ConnectionFailed, ShoalError
 from shoal.types import LinkProfile
 from shoal.v1 import fleet_pb2, flow_pb2
 from worker.emulation import LinkShaper
-from worker.links import DelayLine, Link, ShapedLink, SocketLink
+from worker.links import DelayLine, Link, SocketLink, shaped
 
 # Stands in the hello of a link that is opened to be measured, where others name their pipeline.
 PROBES = "probes"
@@ -124,19 +124,13 @@ class PeerEcho:
 
 def answer_echoes(connection: socket.socket, profile: LinkProfile) -> None:
     """Answer on a socket that a peer opened, until it closes it or is silent; runs in a thread of its own."""
-    socket_link = SocketLink(connection)
-    link = shaped(socket_link, profile)
+    link = shaped(SocketLink(connection), profile)
     buffer = FrameBuffer()
     try:
         while True:
             link.send(reply_to(_read_frame(connection, buffer)))
     except (OSError, ShoalError):
         link.close()
-
-
-def shaped(link: Link, profile: LinkProfile) -> Link:
-    """The link as slow as a device's."""
-    return link if profile == LinkProfile() else ShapedLink(link, LinkShaper(profile))
 
 
 class EchoStream:

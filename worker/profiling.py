@@ -53,6 +53,8 @@ MAX_AGE_S = 7 * 24 * 3600.0
 # A clock that was set back makes a file look younger than it can be.
 MAX_AHEAD_S = 3600.0
 MAX_KEPT = 16
+# Why a device is not measured now.
+HOLDS_LAYERS = "the device holds layers; it is measured when it does not"
 
 _DIGEST = re.compile("[0-9a-f]{8,128}")
 

@@ -135,7 +135,7 @@ class StageRunner:
         assert self.spec.is_same_shard(spec)
         for slot, active in self._active.items():
             if not self._reuse.retain(slot, active.sequence_id):
-                self._release(slot)
+                self._release(slot, will_resume=True)
         self._active.clear()
         self.spec = spec
         self._reuse.rebase((spec.pipeline_id, spec.epoch))

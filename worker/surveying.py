@@ -23,7 +23,7 @@ from shoal.v1 import fleet_pb2
 from worker.dialing import Dialer
 from worker.listener import PeerListener
 from worker.probing import PROBES, EchoCame, PeerEcho, SendEcho, UplinkEcho, answer_echoes, measure_link
-from worker.profiling import KnownTimes, MeasureShape, ShapeMeasured, times_of_device
+from worker.profiling import HOLDS_LAYERS, KnownTimes, MeasureShape, ShapeMeasured, times_of_device
 
 # So long peers may open links with the token of a ProbeLinks.
 TOKEN_S = 10.0
@@ -87,7 +87,7 @@ class Survey:
     def _measure(self, command: fleet_pb2.Measure, *, is_free: bool) -> None:
         times = self._known.get(command.shape_digest, time.time())
         if times is not None or not is_free:
-            busy = NotReady("the device holds layers; it is measured when it does not")
+            busy = NotReady(HOLDS_LAYERS)
             self._on_measured(ShapeMeasured(command.shape_digest, times, busy.reason, busy.message))
         else:
             self._post(MeasureShape(command, self._folder))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from shoal.types import SamplingParams
 from tests.support.kv_reuse import Open, model, open_stages
 from tests.support.lower_tier import MemoryLowerTier
@@ -17,6 +19,8 @@ from tests.support.trails import (
     moved,
     undisturbed,
 )
+from worker.checkpoints import MAX_LAST_SEGMENTS
+from worker.kv.trail import Segment
 
 __all__ = ["model", "open_stages"]
 
@@ -64,6 +68,34 @@ def test_a_sequence_that_goes_on_later_leaves_all_it_has_computed(open_stages: O
     goes_on_as(answer, expected)
 
 
+class SparingTier(MemoryLowerTier):
+    """Trails have had their share of it."""
+
+    def takes_segment(self, num_bytes: int, *, is_urgent: bool = False) -> bool:
+        return is_urgent
+
+
+def test_what_a_sequence_needs_to_go_on_later_does_not_wait_for_its_share(open_stages: Open) -> None:
+    lower = SparingTier()
+    answer = broken_off(open_stages(lower=lower))
+    assert lower.trails == {}
+
+    answer.stages.send(make_cancel((answer.run_id, 0), will_resume=True))
+
+    assert max(one.stop for one in lower.trails[TRAIL]) == NUM_RESUMABLE
+
+
+def test_no_more_than_some_segments_are_written_for_that_while_others_wait(open_stages: Open) -> None:
+    lower = SparingTier()
+    # Without named blocks its trail begins with the first token.
+    answer = broken_off(open_stages(lower=lower), names=())
+
+    answer.stages.send(make_cancel((answer.run_id, 0), will_resume=True))
+
+    assert 8 * MAX_LAST_SEGMENTS < NUM_RESUMABLE
+    assert max(one.stop for one in lower.trails[TRAIL]) == 8 * MAX_LAST_SEGMENTS
+
+
 def test_stages_that_are_unloaded_leave_all_that_is_in_their_slots(open_stages: Open) -> None:
     lower = MemoryLowerTier()
     before = broken_off(open_stages(lower=lower))
@@ -103,6 +135,45 @@ def test_a_segment_that_was_lost_on_its_way_is_written_again(open_stages: Open) 
     assert sorted(one.start for one in lower.trails[TRAIL]) == list(range(192, 240, 8))
 
 
+class LosingTier(MemoryLowerTier):
+    """Stores nothing, and does not say so by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun: list[int] = []
+        self.untold: list[Callable[[], None]] = []
+
+    def write_segment(self, trail_id: bytes, segment: Segment, packed: bytes, on_lost: Callable[[], None]) -> None:
+        self.begun.append(segment.start)
+        self.untold.append(on_lost)
+
+
+def test_of_several_segments_that_were_lost_all_are_written_again(open_stages: Open) -> None:
+    lower = LosingTier()
+    answer = Answer(open_stages((), lower=lower))
+    answer.begin()
+    answer.decode(20)
+    assert lower.begun == [192, 200, 208]
+
+    for tell in lower.untold:
+        tell()
+    answer.decode(1)
+
+    assert lower.begun[3:] == [192, 200, 208]
+
+
+def test_a_slot_that_was_to_be_filled_for_another_sequence_is_not_checkpointed_as_that_one_s(
+    open_stages: Open,
+) -> None:
+    lower = MemoryLowerTier()
+    stages = open_stages(lower=lower)
+    Answer(stages).ask()
+
+    broken_off(stages, run_id=2, trail_id=OTHER_TRAIL)
+
+    assert lower.trails.keys() == {OTHER_TRAIL}
+
+
 def test_the_sequence_that_is_behind_most_is_next(open_stages: Open) -> None:
     lower = MemoryLowerTier()
     lower.segment_room = 0
@@ -116,6 +187,19 @@ def test_the_sequence_that_is_behind_most_is_next(open_stages: Open) -> None:
     stages.keep_up()
 
     assert lower.trails.keys() == {OTHER_TRAIL}
+
+
+def test_what_a_retained_slot_had_no_room_to_write_is_written_when_its_sequence_goes_on(open_stages: Open) -> None:
+    lower = MemoryLowerTier()
+    lower.segment_room = 0
+    answer = broken_off(open_stages((), lower=lower))
+    answer.stages.rebase()
+    answer.go_on(answer.restore())
+
+    lower.segment_room = 100
+    answer.decode(1)
+
+    assert sorted(one.start for one in lower.trails[TRAIL]) == list(range(192, 240, 8))
 
 
 def test_two_sequences_have_a_trail_each(open_stages: Open) -> None:

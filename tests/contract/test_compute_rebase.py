@@ -14,6 +14,7 @@ from shoal.types import LayerRange
 from shoal.v1 import flow_pb2
 from tests.support.compute import ALL_LAYERS, WAIT_S, Bench, FakeLink, bench, model, run_badly, start
 from tests.support.lower_tier import MemoryLowerTier
+from tests.support.redis_tier import until
 from tests.support.shards import make_tokens
 from tests.support.stages import (
     EPOCH,
@@ -26,7 +27,16 @@ from tests.support.stages import (
     make_start,
     make_step,
 )
-from worker.commands import AdoptSocket, ConnectStage, LoadStage, SetUplink, StageLoaded, SuspendStage, UnloadStage
+from worker.commands import (
+    AdoptSocket,
+    ConnectStage,
+    LoadStage,
+    SetHeat,
+    SetUplink,
+    StageLoaded,
+    SuspendStage,
+    UnloadStage,
+)
 from worker.shard import Shard
 from worker.stage import StageSpec
 
@@ -171,6 +181,40 @@ def test_a_running_answer_is_checkpointed_between_frames_and_while_nothing_is_to
     bench.compute.post(make_restore(10, (), slot=2))
     bench.uplink.next()
     assert lower.trails == {}
+
+
+def test_an_answer_is_checkpointed_though_only_steps_of_its_burst_are_expected(start: Callable[..., Bench]) -> None:
+    lower = MemoryLowerTier()
+    bench = start(lower=lower, host_kv_bytes=1 << 26)
+    bench.load(LayerRange(0, 2), num_stages=2)
+    row = make_row(1, num_tokens=20, start=make_start(trail_id=TRAIL))
+
+    bench.compute.post(make_step(1, [row], PROMPT, burst_steps=8))
+
+    until(lambda: [(one.start, one.stop) for one in lower.trails.get(TRAIL, ())] == [(0, 8), (8, 16)])
+
+
+def test_an_answer_is_checkpointed_while_nothing_is_to_do_once_there_is_room(start: Callable[..., Bench]) -> None:
+    lower = MemoryLowerTier()
+    lower.segment_room = 0
+    bench = start(lower=lower, host_kv_bytes=1 << 26)
+    bench.load()
+    bench.compute.post(prefill())
+    bench.uplink.next()
+
+    lower.segment_room = 100
+    bench.compute.post(SetHeat(False))
+
+    until(lambda: [(one.start, one.stop) for one in lower.trails.get(TRAIL, ())] == [(0, 8), (8, 16)])
+
+
+def test_what_slots_may_hold_ends_with_their_stage(bench: Bench) -> None:
+    bench.load()
+    assert bench.compute.kv_tiers(0.0)[0].budget_bytes > 0
+
+    bench.compute.post(UnloadStage(PIPELINE_ID))
+
+    until(lambda: bench.compute.kv_tiers(0.0)[0].budget_bytes == 0)
 
 
 def test_a_device_that_keeps_no_kv_checkpoints_nothing(start: Callable[..., Bench]) -> None:

@@ -49,6 +49,18 @@ async def test_frames_for_the_orchestrator_come_in_order(bench: HubBench, kind: 
 
 
 @both
+async def test_who_asks_how_far_we_are_gets_its_echo_back_and_nobody_else_hears_of_it(
+    bench: HubBench, kind: str
+) -> None:
+    uplink = await bench.join(kind)
+
+    await uplink.send(flow_pb2.Frame(echo=flow_pb2.Echo(sent_ns=7)), ours[0])
+
+    assert await uplink.receive() == flow_pb2.Frame(echo=flow_pb2.Echo(sent_ns=7, is_reply=True))
+    assert await bench.next_frame() == ours[0]
+
+
+@both
 async def test_frames_that_follow_the_hello_at_once_are_not_lost(bench: HubBench, kind: str) -> None:
     uplink = await bench.dial(kind)
 

@@ -83,6 +83,16 @@ async def test_one_late_message_does_not_decide() -> None:
     assert (await measure_link(echo, "", "socket")).rtt_ms == pytest.approx(2.0)
 
 
+async def test_what_small_messages_are_late_by_is_no_time_of_the_payload_s() -> None:
+    trips = iter([0.001, *[0.003] * (NUM_SMALL - 1), 0.005])
+
+    async def echo(num_bytes: int) -> float:
+        return next(trips)
+
+    figures = await measure_link(echo, "", "socket")
+    assert figures.mbit_s == pytest.approx(PAYLOADS_BYTES[0] * 8 / 0.004 / 1e6)
+
+
 async def test_an_uplink_echo_is_what_the_compute_thread_says() -> None:
     sent: list[int] = []
     echo = UplinkEcho(sent.append)

@@ -13,7 +13,8 @@ from shoal.v1 import fleet_pb2
 from tests.support.compute import Bench, bench, model, start
 from tests.support.fleet import make_device
 from tests.support.shards import TinyModel, make_tiny_model
-from worker.profiling import ROWS, MeasureShape, ShapeMeasured, measure
+from worker import profiling
+from worker.profiling import ROWS, MeasureShape, ShapeMeasured, _ShardTimes, measure
 
 __all__ = ["bench", "model", "start"]
 
@@ -39,6 +40,19 @@ def test_every_number_of_rows_is_timed_without_any_weight(model: TinyModel, tmp_
 def test_more_rows_are_never_said_to_take_less(model: TinyModel, tmp_path: Path) -> None:
     seconds = [seconds for _, seconds in measure(command_of(model), make_device(), tmp_path, NOW_S).layer_s]
     assert seconds == sorted(seconds)
+
+
+def test_the_time_of_the_head_is_without_that_of_the_layers_before_it(
+    model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = iter([_ShardTimes(4, ((1, 0.008), (2, 0.016)), 0.512), _ShardTimes(2, ((1, 0.010), (2, 0.005)), 0.0)])
+    monkeypatch.setattr(profiling, "_time", lambda *_: next(passes))
+
+    times = measure(command_of(model), make_device(), tmp_path, NOW_S)
+
+    assert times.layer_s == ((1, 0.002), (2, 0.004))
+    assert [seconds for _, seconds in times.head_s] == pytest.approx([0.006, 0.0])
+    assert times.prefill_token_s == pytest.approx(0.002)
 
 
 def test_nothing_is_left_of_the_holes(model: TinyModel, tmp_path: Path) -> None:

@@ -196,6 +196,15 @@ def test_while_redis_is_away_nothing_is_taken_and_what_was_on_its_way_is_lost(tr
         connected(tier)
 
 
+def test_redis_that_refuses_to_write_is_not_sent_the_same_again_at_once(trail_id: bytes) -> None:
+    with running_redis("--min-replicas-to-write", "1") as server, started(server.url) as tier:
+        lost = write(connected(tier), trail_id, form(), 0, 16)
+        until(lambda: lost == [0])
+
+        assert tier.status().state == "ok"
+        assert not tier.takes_segment(1, is_urgent=True)
+
+
 def test_without_redis_nothing_is_taken_or_found(trail_id: bytes) -> None:
     with started("unix:///nowhere/redis.sock") as tier:
         assert not tier.takes_segment(1)

@@ -9,8 +9,10 @@ from tests.support.lower_tier import MemoryLowerTier
 from tests.support.stages import EPOCH, make_cancel, make_row, make_step
 from tests.support.trails import (
     NUM_ANSWERED,
+    NUM_IN_TRAIL,
     NUM_RESUMABLE,
     OTHER_TRAIL,
+    TRAIL,
     Answer,
     broken_off,
     goes_on_as,
@@ -134,6 +136,21 @@ def test_a_restore_that_is_under_way_ends_with_its_epoch(open_stages: Open) -> N
 
     assert answer.stages.take_restored() == []
     assert answer.restore(timeout_ms=0.0).num_tokens == 192
+
+
+def test_a_run_whose_pipeline_is_lost_before_anything_was_restored_leaves_its_trail(open_stages: Open) -> None:
+    lower = MemoryLowerTier()
+    answer = moved(broken_off(open_stages(lower=lower)), open_stages(lower=lower))
+    lower.answers_at_once = False
+    answer.ask()
+    waiting, lower.asked, lower.asked_trails = len(lower.asked), [], []
+
+    answer.stages.rebase()
+    lower.answers_at_once = True
+
+    assert waiting > 0
+    assert TRAIL in lower.trails
+    assert moved(answer, open_stages(lower=lower)).restore().num_tokens == NUM_IN_TRAIL
 
 
 def test_frames_of_the_epoch_before_are_dropped(open_stages: Open) -> None:

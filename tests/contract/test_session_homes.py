@@ -168,6 +168,22 @@ async def test_a_file_that_another_process_has_locked_is_away_until_it_is_free(f
     assert await file.get([KEY]) == {KEY: make_session().pack()}
 
 
+async def test_a_file_that_is_locked_when_it_is_opened_is_not_taken_for_a_damaged_one(tmp_path: Path) -> None:
+    path = tmp_path / "sessions.sqlite"
+    before = FileHome(path)
+    await before.put(make_session())
+    await before.close()
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    file = FileHome(path)
+    assert await file.get([KEY]) is None
+
+    other.close()
+    assert await file.get([KEY]) == {KEY: make_session().pack()}
+    assert not (tmp_path / "sessions.damaged").exists()
+    await file.close()
+
+
 async def test_a_disk_that_hangs_holds_nobody_up_and_is_asked_again_when_it_answers(
     file: FileHome, monkeypatch: pytest.MonkeyPatch
 ) -> None:

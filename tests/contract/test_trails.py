@@ -274,6 +274,22 @@ def test_a_long_trail_is_fetched_and_copied_a_part_at_a_time(
     goes_on_as(answer, expected)
 
 
+def test_a_trail_of_which_a_part_is_lossy_is_not_exact(open_stages: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    # 16 tokens of two layers.
+    monkeypatch.setattr(trail_fetches, "MAX_PART_BYTES", 16 * 2 * 256)
+    lossy, exact = MemoryLowerTier(), MemoryLowerTier()
+    before = Answer(open_stages(lower=lossy))
+    before.begin(is_kv_exact=False)
+    before.decode(NUM_ANSWERED - 1)
+    broken_off(open_stages(lower=exact))
+    firsts = {one: packed for one, packed in lossy.trails[TRAIL].items() if one.start < 208}
+    exact.trails[TRAIL].update(firsts)
+
+    restored = moved(before, open_stages(lower=exact)).restore(is_exact_only=False)
+
+    assert (restored.num_tokens, restored.is_exact) == (NUM_IN_TRAIL, False)
+
+
 def test_a_sequence_cancelled_during_its_restore_is_not_answered_and_its_slot_stays_empty(open_stages: Open) -> None:
     lower = MemoryLowerTier()
     answer = moved(broken_off(open_stages(lower=lower)), open_stages(lower=lower))

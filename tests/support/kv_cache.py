@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.kv import BLOCK_TOKENS, BlockHash, KVScope, chain
-from shoal.types import KVPolicy, LayerRange, ShardShape
+from shoal.types import KVPolicy, KVTierStatus, LayerRange, ShardShape
 from tests.support.clock import FakeClock
 from tests.support.lower_tier import MemoryLowerTier
 from worker.kv.arena import Arena
@@ -25,6 +25,7 @@ FORM = BlockForm("ab" * 32, LayerRange(0, 2), num_kv_heads=2, head_dim=16)
 SHAPE = (2, 2, 2, BLOCK_TOKENS, 16)
 LOSSLESS_BYTES = encoded_bytes(KVCodec.LOSSLESS, SHAPE) + HEADER_BYTES
 COST_S = 0.01
+EXACT = Restored(KVCodec.LOSSLESS, is_exact=True, is_from_lower=False)
 # More than any test keeps blocks.
 MAX_IDLE_UNITS = 200
 
@@ -137,3 +138,7 @@ class CacheBench:
 
     def held(self, blocks: Sequence[ChainBlock]) -> list[bool]:
         return [self.cache.holds(block.key) for block in blocks]
+
+
+def status_of(bench: CacheBench) -> KVTierStatus:
+    return bench.cache.snapshot().status_at(bench.clock.now())

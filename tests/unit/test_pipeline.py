@@ -64,6 +64,15 @@ def test_a_cancel_names_the_runs_that_ended_and_their_slots() -> None:
     assert list(sent[0].cancel.sequences) == [flow_pb2.SequenceRef(sequence_id=77, slot=2)]
 
 
+def test_a_cancel_tells_runs_that_go_on_later_from_those_that_are_over() -> None:
+    sent: list[flow_pb2.Frame] = []
+    make_pipeline(sent).cancel(
+        [EndedSequence(RunId(7), SlotId(0), will_resume=True), EndedSequence(RunId(8), SlotId(1))]
+    )
+
+    assert [one.will_resume for one in sent[0].cancel.sequences] == [True, False]
+
+
 def test_a_pipeline_is_for_what_its_limits_say() -> None:
     assert make_pipeline().mode is DeviceMode.MIXED
 

@@ -84,7 +84,7 @@ class RedisStore:
 
     async def store(self, block: StageBlock, packed: bytes) -> bool:
         """Write what Redis lacks of a block, its manifest last; False if not all of it is there afterwards."""
-        if self._transfers.is_full:
+        if self._transfers.is_refused:
             return False
         values = cut(block, packed)
         if isinstance(values, Mismatch):

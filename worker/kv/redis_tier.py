@@ -116,8 +116,8 @@ class RedisTier:
             on_done({})
 
     def takes_segment(self, num_bytes: int, *, is_urgent: bool = False) -> bool:
-        """Whether a segment may be written now: Redis is there, little waits, and trails have not had their share."""
-        if self._link.state is not LinkState.OK or self._transfers.is_full:
+        """Whether a segment may be written now: Redis takes it, little waits, and trails have not had their share."""
+        if self._link.state is not LinkState.OK or self._transfers.is_refused:
             return False
         queued_bytes = self._num_trail_bytes_taken - self._num_trail_bytes_done
         return queued_bytes + num_bytes <= MAX_TRAIL_BYTES and (is_urgent or self._clock() >= self._trails_free_at)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shoal.redis_connection import Command, RedisRefusal, RefusalKind
+from shoal.redis_connection import Command, RedisRefusal
 from shoal.redis_link import AsyncRedisLink
 from shoal.types import LinkProfile
 from worker.emulation import LinkShaper
@@ -20,8 +20,8 @@ from worker.kv.transfer_rate import TransferRate
 # For one value, of which nobody waits.
 WRITE_TIMEOUT_S = 2.0
 LONGEST_WRITE_S = 30.0
-# A Redis that is full is not sent what it will refuse, for so long.
-FULL_PAUSE_S = 5.0
+# A Redis that is full, or may not write for another reason, is not sent what it will refuse, for so long.
+REFUSED_PAUSE_S = 5.0
 # One command brings what takes so long: little is lost when it comes too late, and a round trip is short beside it.
 CHUNK_S = 0.05
 MAX_CHUNK_BYTES = 8 * 2**20
@@ -40,7 +40,7 @@ class RedisTransfers:
         self._clock = clock
         self._up, self._down = LinkShaper(profile), LinkShaper(profile)
         self.reading, self.writing = TransferRate(), TransferRate()
-        self._full_until = float("-inf")
+        self._refused_until = float("-inf")
 
     @property
     def is_usable(self) -> bool:
@@ -48,9 +48,9 @@ class RedisTransfers:
         return self._link.state.is_usable
 
     @property
-    def is_full(self) -> bool:
-        """Whether a write was refused lately for lack of memory."""
-        return self._clock() < self._full_until
+    def is_refused(self) -> bool:
+        """Whether a write was refused lately: who wrote the same again at once would do nothing else."""
+        return self._clock() < self._refused_until
 
     def arrives(self, num_bytes: int, deadline: float) -> bool:
         """Whether so many bytes will be read by then, as far as is known."""
@@ -79,10 +79,8 @@ class RedisTransfers:
             if _is_late(now - began_at, timeout_s):
                 self.writing.observe_late(num_bytes, now - began_at)
             return False
-        refusals = [reply for reply in replies if isinstance(reply, RedisRefusal)]
-        if any(refusal.kind is RefusalKind.FULL for refusal in refusals):
-            self._full_until = now + FULL_PAUSE_S
-        if refusals:
+        if any(isinstance(reply, RedisRefusal) for reply in replies):
+            self._refused_until = now + REFUSED_PAUSE_S
             return False
         if num_bytes:
             self.writing.observe(num_bytes, now - began_at)
