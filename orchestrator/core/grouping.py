@@ -14,7 +14,7 @@ from itertools import count
 from orchestrator.core.demand import Demand
 from orchestrator.core.figures import DeviceFigures, FleetFigures
 from orchestrator.core.footprint import ModelFootprint
-from orchestrator.core.pipelines import Placed, can_hold, find_one, place_one
+from orchestrator.core.pipelines import Found, Placed, can_hold, find_one, place_one, search, shortage
 from orchestrator.core.placement import Placement
 from orchestrator.core.solver import MAX_EXACT_DEVICES
 from shoal.errors import PlacementImpossible
@@ -136,7 +136,7 @@ def _share(model: ModelFootprint, fleet: FleetFigures, demand: Demand) -> list[P
         case Objective.LATENCY:
             return _one_after_the_other(model, fleet, demand)
         case Objective.THROUGHPUT:
-            return _replicas(model, fleet, demand)
+            return [found.place() for found in _replicas(model, fleet, demand)]
         case Objective.MIXED:
             return _for_each(model, fleet, demand)
 
@@ -155,15 +155,15 @@ def _one_after_the_other(model: ModelFootprint, fleet: FleetFigures, demand: Dem
     return [place_one(model, fleet, demand)]
 
 
-def _replicas(model: ModelFootprint, fleet: FleetFigures, demand: Demand) -> list[Placed]:
+def _replicas(model: ModelFootprint, fleet: FleetFigures, demand: Demand) -> list[Found]:
     """As many pipelines as are wanted and as these workers can make; if no number is wanted, those with most tokens."""
     num_devices = len(fleet.devices)
+    for num_groups in range(min(demand.replicas, num_devices), 1, -1):
+        if found := _dealt(model, fleet, demand, num_groups):
+            return found
+    best, num_worse = [_whole(model, fleet, demand)], 0
     if demand.replicas:
-        for num_groups in range(min(demand.replicas, num_devices), 1, -1):
-            if found := _dealt(model, fleet, demand, num_groups):
-                return found
-        return [place_one(model, fleet, demand)]
-    best, num_worse = [place_one(model, fleet, demand)], 0
+        return best
     for num_groups in _group_counts(num_devices, min(num_devices, demand.num_streams)):
         found = _dealt(model, fleet, demand, num_groups)
         if found and _rate(found) > _rate(best) * (1 + 1e-9):
@@ -171,6 +171,14 @@ def _replicas(model: ModelFootprint, fleet: FleetFigures, demand: Demand) -> lis
         elif (num_worse := num_worse + 1) == MAX_WORSE:
             break
     return best
+
+
+def _whole(model: ModelFootprint, fleet: FleetFigures, demand: Demand) -> Found:
+    """The best pipeline of all of them. Raises PlacementImpossible."""
+    found = search(model, fleet, demand)
+    if found is None:
+        raise shortage(model, fleet, demand)
+    return found
 
 
 def _group_counts(num_devices: int, most: int) -> Iterator[int]:
@@ -182,24 +190,24 @@ def _group_counts(num_devices: int, most: int) -> Iterator[int]:
         num_groups = num_groups + 1 if is_small else num_groups * 3 // 2
 
 
-def _dealt(model: ModelFootprint, fleet: FleetFigures, demand: Demand, num_groups: int) -> list[Placed]:
+def _dealt(model: ModelFootprint, fleet: FleetFigures, demand: Demand, num_groups: int) -> list[Found]:
     """So many pipelines of about equal speed, or else of about equal memory; none if these groups cannot hold the model."""
     demand = demand.of_each(num_groups)
     is_exact = len(fleet.devices) <= MAX_EXACT_DEVICES
     for rank in (_by_speed, _by_memory):
-        found = []
+        pipelines = []
         for group in _deal(fleet.devices, num_groups, rank):
-            placed = find_one(model, _only(fleet, group), demand, is_exact=is_exact)
-            if placed is None:
+            found = search(model, _only(fleet, group), demand, is_exact=is_exact)
+            if found is None:
                 break
-            found.append(placed)
-        if len(found) == num_groups:
-            return found
+            pipelines.append(found)
+        if len(pipelines) == num_groups:
+            return pipelines
     return []
 
 
-def _rate(placed: Sequence[Placed]) -> float:
-    return sum(1 / one.cost_s for one in placed)
+def _rate(pipelines: Sequence[Found]) -> float:
+    return sum(1 / one.cost_s for one in pipelines)
 
 
 def _for_each(model: ModelFootprint, fleet: FleetFigures, demand: Demand) -> list[Placed]:
@@ -208,7 +216,7 @@ def _for_each(model: ModelFootprint, fleet: FleetFigures, demand: Demand) -> lis
     Where the devices do not suffice for both: one for many.
     """
     for_many, for_lone = replace(demand, objective=Objective.THROUGHPUT), replace(demand, objective=Objective.LATENCY)
-    best: list[Placed] = []
+    best: tuple[list[Found], Placed] | None = None
     best_rate = 0.0
     fastest = sorted(fleet.devices, key=lambda device: (device.times.layer_at(1), device.worker_id))
     fastest = fastest[: NUM_FASTEST if len(fastest) <= MAX_EXACT_DEVICES else 0]
@@ -219,9 +227,11 @@ def _for_each(model: ModelFootprint, fleet: FleetFigures, demand: Demand) -> lis
             continue
         many = _replicas(model, rest, for_many)
         if _rate(many) / lone.cost_s > best_rate * (1 + 1e-9):
-            kept = replace(lone, placement=replace(lone.placement, mode=DeviceMode.LATENCY))
-            best, best_rate = [*many, kept], _rate(many) / lone.cost_s
-    return best or _replicas(model, fleet, for_many)
+            best, best_rate = (many, lone), _rate(many) / lone.cost_s
+    if best is None:
+        return [found.place() for found in _replicas(model, fleet, for_many)]
+    kept = replace(best[1], placement=replace(best[1].placement, mode=DeviceMode.LATENCY))
+    return [*(found.place() for found in best[0]), kept]
 
 
 Rank = tuple[float, float]

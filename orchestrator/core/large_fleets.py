@@ -17,6 +17,8 @@ from orchestrator.core.stage_costs import ANYBODY, Members, Route, StageCosts
 MAX_WORK = 20_000
 # How many other devices are tried in the place of each one.
 NUM_SUBSTITUTES = 4
+# Better by less is not better: sums of the same times in another order are.
+TOLERANCE = 1e-9
 # A period this close to its bound is not made shorter.
 GAP = 0.003
 
@@ -29,14 +31,14 @@ def good_ring(costs: StageCosts, num_stages: int | None = None) -> Route | None:
 
     def judge(order: Sequence[int], below_s: float) -> tuple[float, Route] | None:
         enter_s, leave_s = ends(costs, order[0], is_ring=True)
-        found = cut(costs, order, enter_s=enter_s, leave_s=leave_s)
-        return None if found is None or found.total_s >= below_s else (found.total_s, found)
+        found = cut(costs, order, below_s=below_s, enter_s=enter_s, leave_s=leave_s)
+        return None if found is None else (found.total_s, found)
 
     best: Route | None = None
-    for number in [num_stages] if num_stages else stage_counts(costs):
+    for number in [num_stages] if num_stages else stage_counts(min(costs.num_devices, costs.num_layers)):
         if best is None or costs.least_total_s(number, math.inf) < best.total_s:
             found = _climb(costs, number, ANYBODY, judge)
-            if found is not None and (best is None or found.total_s < best.total_s * (1 - 1e-9)):
+            if found is not None and (best is None or found.total_s < best.total_s * (1 - TOLERANCE)):
                 best = found
     return best
 
@@ -51,26 +53,24 @@ def good_period(costs: StageCosts, num_stages: int, share: float, least_s: float
         """Bisect between what is known to be too short and what was reached."""
         best, low_s, limit_s = None, least_s, below_s
         while low_s < below_s * (1 - GAP) or best is None:
-            found = cut(costs, order, limit_s, enter_s=costs.enter_s, leave_s=costs.leave_s)
+            found = cut(costs, order, limit_s, limit_s / share, enter_s=costs.enter_s, leave_s=costs.leave_s)
             if found is not None:
+                best, below_s = found, max(found.slowest_s, found.total_s * share)
                 # No shorter limit makes a pass faster.
                 low_s = max(low_s, found.total_s * share)
-                period_s = max(found.slowest_s, found.total_s * share)
-            if found is not None and period_s < below_s:
-                best, below_s = found, period_s
             elif best is None:
                 return None
             else:
-                low_s = max(low_s, limit_s)
+                low_s = limit_s
             limit_s = (low_s + below_s) / 2
         return below_s, best
 
     return _climb(costs, num_stages, members, judge)
 
 
-def stage_counts(costs: StageCosts) -> list[int]:
-    """Numbers of stages to try: all up to 16, then each an eighth larger, as far as devices and layers go."""
-    most, counts = min(costs.num_devices, costs.num_layers), [1]
+def stage_counts(most: int) -> list[int]:
+    """Numbers of stages to try: all up to 16, then each an eighth larger."""
+    counts = [1]
     while counts[-1] < most:
         counts.append(min(counts[-1] + max(1, counts[-1] // 8), most))
     return counts
@@ -84,38 +84,55 @@ def ends(costs: StageCosts, first: int, is_ring: bool) -> tuple[Sequence[float],
 
 
 def _climb(costs: StageCosts, num_stages: int, members: Members, judge: _Judge) -> Route | None:
-    """Start with greedy choices, then take every change of the best that is better until none is, or MAX_WORK is done."""
-    best: Route | None = None
-    best_s, seen = math.inf, set[tuple[int, ...]]()
-    most = max(MAX_WORK // (num_stages * costs.num_layers), 1)
+    """Climb from the best of the greedy choices, then from the others, as long as MAX_WORK allows; the best of all."""
+    alone = ((device,) for device in range(costs.num_devices))
+    firsts = alone if num_stages == 1 else map(tuple, _first_orders(costs, num_stages, members))
+    orders = [order for order in dict.fromkeys(firsts) if members.allow(_bits(order))]
+    best: tuple[float, Route] | None = None
+    for order in orders:
+        best = judge(order, best[0] * (1 - TOLERANCE) if best else math.inf) or best
+    if best is None or num_stages == 1:
+        return None if best is None else best[1]
+    climber = _Climber(costs, members, judge, MAX_WORK // (num_stages * costs.num_layers) - len(orders))
+    others = [order for order in orders if order != best[1].order]
+    best = climber.climb(*best, set(orders))
+    for order in others:
+        start = judge(order, math.inf) if climber.num_left > 0 else None
+        best = min(best, climber.climb(*start, {order}), key=lambda top: top[0]) if start else best
+    return best[1]
 
-    def is_better(order: Sequence[int]) -> bool:
-        nonlocal best, best_s
-        known = tuple(order)
-        if known in seen or not members.allow(sum(1 << device for device in order)):
-            return False
-        seen.add(known)
-        found = judge(order, best_s * (1 - 1e-9))
-        if found is not None:
-            best_s, best = found
-        return found is not None
 
-    if num_stages == 1:
-        for device in range(costs.num_devices):
-            is_better([device])
-        return best
-    for order in _first_orders(costs, num_stages, members):
-        is_better(order)
-    has_changed = best is not None
-    while has_changed and best is not None:
-        has_changed = False
-        for order in _changes(costs, best.order, members):
-            if len(seen) >= most:
-                return best
-            if is_better(order):
-                has_changed = True
-                break
-    return best
+class _Climber:
+    """Takes every change of a route that is better, until none is. Invariant: num_left is how many may still be judged."""
+
+    def __init__(self, costs: StageCosts, members: Members, judge: _Judge, num_left: int) -> None:
+        self._costs = costs
+        self._members = members
+        self._judge = judge
+        self.num_left = num_left
+
+    def climb(self, best_s: float, best: Route, seen: set[tuple[int, ...]]) -> tuple[float, Route]:
+        """As far as it goes from a route and its seconds; seen: orders to pass over, to which it adds."""
+        is_better = True
+        while is_better:
+            is_better = False
+            for order in _changes(self._costs, best.order, self._members):
+                if tuple(order) in seen or not self._members.allow(_bits(order)):
+                    continue
+                if self.num_left <= 0:
+                    return best_s, best
+                seen.add(tuple(order))
+                self.num_left -= 1
+                found = self._judge(order, best_s * (1 - TOLERANCE))
+                if found is not None:
+                    best_s, best = found
+                    is_better = True
+                    break
+        return best_s, best
+
+
+def _bits(order: Sequence[int]) -> int:
+    return sum(1 << device for device in order)
 
 
 def _first_orders(costs: StageCosts, num_stages: int, members: Members) -> Iterator[list[int]]:

@@ -46,8 +46,6 @@ def place_one(
     """
     if demand.split is not None:
         return Placed(place_split(model, fleet.devices, demand, demand.split), 0.0)
-    if not fleet.devices:
-        raise PlacementImpossible("no worker has joined yet: start one with `shoal worker --join HOST:PORT`")
     found = find_one(model, fleet, demand, num_stages, is_exact=is_exact)
     if found is None:
         raise shortage(model, fleet, demand)
@@ -63,17 +61,45 @@ def find_one(
     is_exact: bool = True,
 ) -> Placed | None:
     """The same without a split, and None where nothing can be placed: to say what is missing takes longer than to see it."""
+    found = search(model, fleet, demand, num_stages, is_exact=is_exact)
+    return None if found is None else found.place()
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A pipeline to compare with others; its layers are cut for as much KV as fits only when it is placed."""
+
+    solver: Solver
+    demand: Demand
+    candidate: Candidate
+
+    @property
+    def cost_s(self) -> float:
+        """As that of `Placed`."""
+        return 1 / self.candidate.tokens_per_s
+
+    def place(self) -> Placed:
+        model, devices = self.solver.model, self.solver.fleet.devices
+        route, kv_tokens = self.solver.most_kv(self.candidate, self.demand.most_kv(model))
+        worker_ids = [devices[device].worker_id for device in route.order]
+        placement = placement_of(model, self.demand, worker_ids, route.stops, kv_tokens)
+        is_for_batches = all(devices[device].profile.mode is DeviceMode.THROUGHPUT for device in route.order)
+        mode = DeviceMode.THROUGHPUT if is_for_batches else DeviceMode.MIXED
+        return Placed(replace(placement, mode=mode), self.cost_s)
+
+
+def search(
+    model: ModelFootprint,
+    fleet: FleetFigures,
+    demand: Demand,
+    num_stages: int | None = None,
+    *,
+    is_exact: bool = True,
+) -> Found | None:
+    """Find the pipeline that `find_one` would place."""
     solver = Solver(model, usable(fleet), is_exact=is_exact)
     best = best_candidate(solver, demand, num_stages)
-    if best is None:
-        return None
-    route, kv_tokens = solver.most_kv(best, demand.most_kv(model))
-    worker_ids = [solver.fleet.devices[device].worker_id for device in route.order]
-    placement = placement_of(model, demand, worker_ids, route.stops, kv_tokens)
-    profiles = [solver.fleet.devices[device].profile for device in route.order]
-    is_for_batches = all(profile.mode is DeviceMode.THROUGHPUT for profile in profiles)
-    mode = DeviceMode.THROUGHPUT if is_for_batches else DeviceMode.MIXED
-    return Placed(replace(placement, mode=mode), 1 / best.tokens_per_s)
+    return None if best is None else Found(solver, demand, best)
 
 
 def best_candidate(solver: Solver, demand: Demand, num_stages: int | None = None) -> Candidate | None:
@@ -103,6 +129,8 @@ def can_hold(model: ModelFootprint, fleet: FleetFigures, kv_tokens: int) -> bool
 
 def shortage(model: ModelFootprint, fleet: FleetFigures, demand: Demand) -> PlacementImpossible:
     """Say which bytes are missing where if speed alone decided, and what would make it possible."""
+    if not fleet.devices:
+        return PlacementImpossible("no worker has joined yet: start one with `shoal worker --join HOST:PORT`")
     kv_tokens = demand.least_kv(model)
     able = usable(fleet)
     share: dict[int, tuple[int, int]] = {}

@@ -80,6 +80,8 @@ class Solver:
         self.fleet = fleet
         self.is_exact = is_exact and len(fleet.devices) <= MAX_EXACT_DEVICES
         self._links = Links(fleet)
+        self._max_batches = {device.profile.max_batch for device in fleet.devices}
+        self._least_passes_s: dict[int, float] = {}
         self._rooms: dict[tuple[int, int], Room] = {}
         self._costs: dict[tuple[int, int], StageCosts] = {}
 
@@ -128,14 +130,25 @@ class Solver:
         """Numbers of stages and rows that may have more than `above`, those that promise most first, then the shortest."""
         shapes = []
         for number in [num_stages] if num_stages else self._stage_counts():
-            for rows in sorted({self._rows(number, num_streams, device) for device in range(self.num_devices)}):
+            for rows in sorted({batch_rows(num_streams, number, most) for most in self._max_batches}):
                 share = rows / min(num_streams, rows * number)
+                if above and self._least_pass_s(rows) * share >= rows / above:
+                    continue
                 costs = self.costs(rows, kv_tokens)
                 if above and not costs.may_have_period(number, rows / above, share):
                     continue
                 shapes.append(_Shape(number, rows, share, costs.least_period_s(number, share)))
         shapes.sort(key=lambda shape: (shape.least_s / shape.rows, shape.num_stages))
         return shapes
+
+    def _least_pass_s(self, rows: int) -> float:
+        """A bound that is known before memory is looked at: all layers and the head on whom they take least."""
+        known = self._least_passes_s.get(rows)
+        if known is None:
+            times = [device.times for device in self.fleet.devices]
+            layer_s, head_s = min(one.layer_at(rows) for one in times), min(one.head_at(rows) for one in times)
+            known = self._least_passes_s[rows] = self.model.num_layers * layer_s + head_s
+        return known
 
     def is_possible(self, kv_tokens: int) -> bool:
         """Whether any pipeline has the memory."""
@@ -150,9 +163,8 @@ class Solver:
         return len(self.fleet.devices)
 
     def _stage_counts(self) -> list[int]:
-        if not self.is_exact:
-            return stage_counts(self.costs(SOLO_ROWS, 0))
-        return list(range(1, min(self.num_devices, self.model.num_layers) + 1))
+        most = min(self.num_devices, self.model.num_layers)
+        return list(range(1, most + 1)) if self.is_exact else stage_counts(most)
 
     def _rows(self, num_stages: int, num_streams: int, device: int) -> int:
         return batch_rows(num_streams, num_stages, self.fleet.devices[device].profile.max_batch)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 from orchestrator.core.figures import FleetFigures, LinkFigures
 from orchestrator.core.footprint import ModelFootprint
-from shoal.memory import need_bytes
+from shoal.memory import most_weight_bytes
 from shoal.types import WorkerId
 
 
@@ -41,20 +42,16 @@ class Room:
 
     reach: by start, the largest stop of a stage that is not the last one; the start itself where no layer fits.
     last_start: the least start above 0 of a last stage; the number of layers where none fits. holds_all: the whole model.
+    max_layers: the most of any stage.
     """
 
     reach: tuple[int, ...]
     last_start: int
     holds_all: bool
-
-    @property
-    def max_layers(self) -> int:
-        """The most layers of any stage."""
-        return max(
-            max((stop - start for start, stop in enumerate(self.reach)), default=0), len(self.reach) - self.last_start
-        )
+    max_layers: int
 
 
+@lru_cache(maxsize=4096)
 def room_for(model: ModelFootprint, shard_bytes: int, kv_tokens: int) -> Room:
     """See which stages fit: two pointers, because a longer stage never takes less."""
     num_layers = model.num_layers
@@ -62,9 +59,11 @@ def room_for(model: ModelFootprint, shard_bytes: int, kv_tokens: int) -> Room:
     kv_bytes = kv_tokens * model.kv_bytes_per_token_per_layer
     tied_bytes = model.head_bytes + model.embedding_bytes * model.is_head_tied
 
+    # By the number of layers.
+    most = [most_weight_bytes(shard_bytes, number * kv_bytes) for number in range(num_layers + 1)]
+
     def fits(start: int, stop: int, more_bytes: int) -> bool:
-        weights = ends[stop] - ends[start] + more_bytes + model.shared_bytes
-        return need_bytes(weights, (stop - start) * kv_bytes) <= shard_bytes
+        return ends[stop] - ends[start] + more_bytes + model.shared_bytes <= most[stop - start]
 
     reach, stop = [], 0
     for start in range(num_layers):
@@ -76,7 +75,8 @@ def room_for(model: ModelFootprint, shard_bytes: int, kv_tokens: int) -> Room:
     last_start = num_layers
     while last_start > 1 and fits(last_start - 1, num_layers, tied_bytes):
         last_start -= 1
-    return Room(tuple(reach), last_start, model.need_bytes(0, num_layers, kv_tokens) <= shard_bytes)
+    max_layers = max(num_layers - last_start, *(stop - start for start, stop in enumerate(reach)))
+    return Room(tuple(reach), last_start, model.need_bytes(0, num_layers, kv_tokens) <= shard_bytes, max_layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +97,9 @@ class Members:
 ANYBODY = Members()
 
 
+_Matrix = list[list[float]]
+
+
 class Links:
     """Link figures of a fleet as matrices of seconds, for messages of one size.
 
@@ -104,7 +107,7 @@ class Links:
     the orchestrator. Devices that do not take links of others are reached by way of the orchestrator.
     """
 
-    __slots__ = ("_fleet", "_indirect", "_matrix", "enter_s", "leave_s")
+    __slots__ = ("_fleet", "_indirect", "_matrix", "_seconds", "enter_s", "leave_s")
 
     def __init__(self, fleet: FleetFigures) -> None:
         self._fleet = fleet
@@ -112,6 +115,7 @@ class Links:
         self._indirect = {device.worker_id for device in fleet.devices if not device.profile.allow_direct_links}
         self.enter_s = [fleet.link(None, one).delay_s for one in ids]
         self.leave_s = [fleet.link(one, None).delay_s for one in ids]
+        self._seconds: dict[float, tuple[_Matrix, _Matrix, float]] = {}
         self._matrix = [[self._between(one, other) for other in ids] for one in ids]
 
     def _between(self, one: WorkerId, other: WorkerId) -> LinkFigures:
@@ -124,11 +128,15 @@ class Links:
     def between(self, one: int, other: int) -> LinkFigures:
         return self._matrix[one][other]
 
-    def hops(self, num_bytes: float) -> list[list[float]]:
-        return [[link.transfer_s(num_bytes) for link in row] for row in self._matrix]
-
-    def sendings(self, num_bytes: float) -> list[list[float]]:
-        return [[link.sending_s(num_bytes) for link in row] for row in self._matrix]
+    def seconds(self, num_bytes: float) -> tuple[_Matrix, _Matrix, float]:
+        """Hops and sendings of messages of a size, and the least of the hops between two. Not to be written to."""
+        known = self._seconds.get(num_bytes)
+        if known is None:
+            hop_s = [[link.transfer_s(num_bytes) for link in row] for row in self._matrix]
+            sending_s = [[link.sending_s(num_bytes) for link in row] for row in self._matrix]
+            others = (hop for one, row in enumerate(hop_s) for other, hop in enumerate(row) if one != other)
+            known = self._seconds[num_bytes] = hop_s, sending_s, min(others, default=0.0)
+        return known
 
 
 class StageCosts:
@@ -156,11 +164,8 @@ class StageCosts:
         self.max_batch = [device.profile.max_batch for device in fleet.devices]
         self.rooms = rooms
         self.max_layers = [room.max_layers for room in rooms]
-        self.hop_s = links.hops(rows * model.activation_bytes)
-        self.sending_s = links.sendings(rows * model.activation_bytes)
+        self.hop_s, self.sending_s, self.least_hop_s = links.seconds(rows * model.activation_bytes)
         self.enter_s, self.leave_s = links.enter_s, links.leave_s
-        others = (hop for one, row in enumerate(self.hop_s) for other, hop in enumerate(row) if one != other)
-        self.least_hop_s = min(others, default=0.0)
         self._twin_before: list[int] | None = None
 
     @property

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+import random
+from dataclasses import astuple, replace
+from itertools import combinations, pairwise
 
 import pytest
 
+from orchestrator.core.cuts import cut
 from orchestrator.core.demand import Demand
 from orchestrator.core.figures import DeviceFigures, FleetFigures, LayerTimes, LinkFigures
 from orchestrator.core.footprint import ModelFootprint
 from orchestrator.core.grouping import place_all
 from orchestrator.core.solver import Solver
 from shoal.types import DeviceProfile, Objective, WorkerId
-from tests.support.brute_force import best_of_all, large_fleet, random_fleet
+from tests.support.brute_force import (
+    best_of_all,
+    best_one_by_one,
+    fits,
+    large_fleet,
+    pipe_of,
+    random_fleet,
+    stage_times,
+    token_s,
+    tokens_per_s,
+    with_twins,
+)
 
 KV_TOKENS = 512
 # Sums of the same times in another order.
@@ -21,6 +36,7 @@ STREAMS = (1, 3, 8, 16, 40)
 
 
 def check_against_all(model: ModelFootprint, fleet: FleetFigures, num_streams: int) -> None:
+    """What a route gives is computed anew from its devices and cuts: the solver may be wrong about that too."""
     best = best_of_all(model, fleet, KV_TOKENS, num_streams)
     solver = Solver(model, fleet)
     lone, many = solver.for_latency(KV_TOKENS), solver.for_throughput(num_streams, KV_TOKENS)
@@ -32,8 +48,24 @@ def check_against_all(model: ModelFootprint, fleet: FleetFigures, num_streams: i
     assert lone is not None
     assert many is not None
     assert solver.is_possible(KV_TOKENS)
-    assert lone.route.total_s == pytest.approx(best[0], rel=EQUAL)
-    assert many.tokens_per_s == pytest.approx(best[1], rel=EQUAL)
+    ring, pipe = pipe_of(fleet, lone.route), pipe_of(fleet, many.route)
+    assert fits(model, ring, KV_TOKENS)
+    assert fits(model, pipe, KV_TOKENS)
+    assert token_s(model, fleet, ring) == pytest.approx(best.token_s, rel=EQUAL)
+    assert tokens_per_s(model, fleet, pipe, num_streams) == pytest.approx(best.tokens_per_s, rel=EQUAL)
+    assert lone.route.total_s == pytest.approx(best.token_s, rel=EQUAL)
+    assert many.tokens_per_s == pytest.approx(best.tokens_per_s, rel=EQUAL)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_reference_by_arrays_is_the_one_that_looks_at_one_pipeline_after_the_other(seed: int) -> None:
+    model, fleet = random_fleet(seed, max_devices=4, max_layers=6, is_tight=seed % 2 > 0)
+    one_by_one, by_arrays = (
+        best(model, fleet, KV_TOKENS, STREAMS[seed % 5]) for best in (best_one_by_one, best_of_all)
+    )
+    assert (one_by_one is None) == (by_arrays is None)
+    if one_by_one and by_arrays:
+        assert astuple(by_arrays) == pytest.approx(astuple(one_by_one))
 
 
 @pytest.mark.parametrize("is_tight", [False, True])
@@ -44,11 +76,48 @@ def test_nothing_is_better_than_what_is_found_for_small_fleets(seed: int, is_tig
 
 
 @pytest.mark.parametrize("is_tight", [False, True])
-@pytest.mark.parametrize("seed", [1000, 1001, 1002])
-def test_nothing_is_better_for_five_devices_and_ten_layers(seed: int, is_tight: bool) -> None:
-    """Six of them: of six devices and twelve layers, all 650,000 pipelines take half a minute to look at."""
-    model, fleet = random_fleet(seed, max_devices=5, max_layers=10, is_tight=is_tight, is_full=True)
-    check_against_all(model, fleet, 16)
+@pytest.mark.parametrize("seed", range(1000, 1012))
+def test_nothing_is_better_for_six_devices_and_twelve_layers(seed: int, is_tight: bool) -> None:
+    model, fleet = random_fleet(seed, max_devices=6, max_layers=12, is_tight=is_tight, is_full=True)
+    check_against_all(model, fleet, STREAMS[seed % 5])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_nothing_is_better_where_devices_are_alike(seed: int) -> None:
+    model, fleet = random_fleet(seed, max_devices=6, max_layers=12, is_tight=seed % 2 > 0, is_full=True)
+    check_against_all(model, with_twins(fleet), STREAMS[seed % 5])
+
+
+@pytest.mark.parametrize("is_limited", [False, True])
+@pytest.mark.parametrize("seed", range(80))
+def test_no_cut_of_an_order_is_better_than_the_one_that_is_found(seed: int, is_limited: bool) -> None:
+    """Layers differ much in bytes: how many fit depends on which."""
+    draw = random.Random(seed)
+    model, fleet = random_fleet(seed, max_devices=4, max_layers=10, is_tight=seed % 2 > 0, is_full=True)
+    base = model.layer_bytes[0]
+    model = replace(model, layer_bytes=tuple(draw.choice((base // 3, base, 2 * base)) for _ in range(10)))
+    order = draw.sample(range(4), 1 + seed % 4)
+    costs = Solver(model, fleet).costs(1, KV_TOKENS)
+    devices = tuple(fleet.devices[index] for index in order)
+    every = [
+        (devices, (0, *inner, model.num_layers)) for inner in combinations(range(1, model.num_layers), len(order) - 1)
+    ]
+    able = [pipe for pipe in every if fits(model, pipe, KV_TOKENS)]
+    slowest = sorted(max(stage_times(model, pipe, 1)) for pipe in able)
+    limit_s = slowest[len(slowest) // 2] * (1 + EQUAL) if slowest and is_limited else math.inf
+    is_slow_link = any(costs.sending_s[one][other] > limit_s for one, other in pairwise(order))
+    within = [token_s(model, fleet, pipe) for pipe in able if max(stage_times(model, pipe, 1)) <= limit_s]
+    enter_s, leave_s = [0.0] * 4, [row[order[0]] for row in costs.hop_s]
+    found = cut(costs, order, limit_s, enter_s=enter_s, leave_s=leave_s)
+    if not within or is_slow_link:
+        assert found is None
+        return
+    assert found is not None
+    assert fits(model, pipe_of(fleet, found), KV_TOKENS)
+    assert found.slowest_s <= limit_s
+    assert found.total_s == pytest.approx(min(within))
+    assert cut(costs, order, limit_s, found.total_s, enter_s=enter_s, leave_s=leave_s) is None
+    assert cut(costs, order, limit_s, found.total_s * (1 + EQUAL), enter_s=enter_s, leave_s=leave_s) is not None
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -112,8 +181,8 @@ def test_the_search_for_large_fleets_finds_nearly_the_best_where_both_can_look(i
             assert lone is not None
             assert ring is not None
             shares += [found.tokens_per_s / best.tokens_per_s, lone.route.total_s / ring.route.total_s]
-    assert min(shares) > 0.8
-    assert sum(shares) / len(shares) > 0.97
+    assert min(shares) > 0.88
+    assert sum(shares) / len(shares) > 0.99
 
 
 def test_fast_devices_that_take_few_rows_do_not_hide_the_plan_without_them() -> None:
