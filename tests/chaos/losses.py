@@ -37,6 +37,7 @@ ANSWER_S = 120.0
 LOOK_S = 0.05
 # Longer than the orchestrator takes to look whether it should place anew.
 SETTLED_S = 0.6
+REVIVAL_S, MAX_REVIVALS = 0.1, 100
 TOPICS = ("rivers", "bread", "clocks", "gardens", "ships", "music", "snow", "maps")
 
 
@@ -153,7 +154,7 @@ class LossyFleet:
 
     async def _answer(self, streams: Sequence[Stream]) -> None:
         async with AsyncClient(self.fleet.address, timeout_s=ANSWER_S) as client:
-            await asyncio.gather(*(_read(client, one) for one in streams))
+            await asyncio.gather(*(read_stream(client, one) for one in streams))
 
     def suffer(
         self,
@@ -163,23 +164,29 @@ class LossyFleet:
         after: int,
         *,
         restarts_at_once: bool = False,
+        kills_redis: bool = False,
     ) -> Outcome:
         """Let the fault happen once every stream has so many tokens; compare what comes with what is expected.
 
-        A killed device is started again when the answers are there, or at once.
+        A killed device is started again when the answers are there, or at once. kills_redis: in the same moment; it is
+        started again as `shoal up` does.
         """
         status = self.wait_whole()
         victim = str(status.pipelines[0].worker_ids[1])
 
         async def run() -> tuple[float, float]:
             async with AsyncClient(self.fleet.address, timeout_s=ANSWER_S) as client:
-                reading = [asyncio.create_task(_read(client, one)) for one in streams]
+                reading = [asyncio.create_task(read_stream(client, one)) for one in streams]
                 while min(len(one.token_ids) for one in streams) < after and not any(one.done() for one in reading):
                     await asyncio.sleep(0.005)
                 hit, wall = time.perf_counter(), time.time()
+                if kills_redis:
+                    self.kill_redis()
                 self._hit(victim, fault)
                 if restarts_at_once:
                     self.restart(victim)
+                if kills_redis:
+                    await self._revive_redis()
                 await asyncio.gather(*reading)
                 return hit, wall
 
@@ -189,7 +196,20 @@ class LossyFleet:
         detected_s = None if fault is Fault.ORCHESTRATOR else self._detected_s(victim, hit_wall)
         if fault is Fault.KILL and not restarts_at_once:
             self.restart(victim)
-        return Outcome(tuple(streams), hit_at, detected_s, tuple(_differences(streams, expected)))
+        return Outcome(tuple(streams), hit_at, detected_s, tuple(differences(streams, expected)))
+
+    def kill_redis(self) -> None:
+        assert self.redis is not None
+        assert self.redis.pid is not None
+        os.kill(self.redis.pid, signal.SIGKILL)
+
+    async def _revive_redis(self) -> None:
+        assert self.redis is not None
+        for _ in range(MAX_REVIVALS):
+            if self.redis.revive():
+                return
+            await asyncio.sleep(REVIVAL_S)
+        raise AssertionError("redis was not started again")
 
     def _hit(self, victim: str, fault: Fault) -> None:
         match fault:
@@ -211,7 +231,8 @@ class LossyFleet:
         return min((one - hit_wall for one in times if one >= hit_wall - 0.01), default=None)
 
 
-async def _read(client: AsyncClient, stream: Stream) -> None:
+async def read_stream(client: AsyncClient, stream: Stream) -> None:
+    """Read an answer to its end; what ends it early is its problem."""
     try:
         answer = client.stream(stream.prompt, **stream.options)
         async for delta in answer:
@@ -224,7 +245,8 @@ async def _read(client: AsyncClient, stream: Stream) -> None:
         stream.problem = f"{error.reason}: {error.message}"
 
 
-def _differences(streams: Sequence[Stream], expected: Sequence[Stream]) -> Iterator[str]:
+def differences(streams: Sequence[Stream], expected: Sequence[Stream]) -> Iterator[str]:
+    """What each stream has that it should not have, or the other way round."""
     for number, (got, wanted) in enumerate(zip(streams, expected, strict=True)):
         if got.problem:
             yield f"stream {number} ended with {got.problem}"

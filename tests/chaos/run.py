@@ -36,7 +36,8 @@ def measure(fleet: LossyFleet, options: argparse.Namespace) -> list[Outcome]:
     for number in range(options.runs):
         after = draw.randrange(2, options.tokens // 2)
         streams = make_streams(options.streams, options.tokens)
-        outcome = fleet.suffer(streams, expected, Fault(options.fault), after)
+        fault = Fault(options.fault)
+        outcome = fleet.suffer(streams, expected, fault, after, kills_redis=options.kill_redis)
         outcomes.append(outcome)
         gap_s = max(outcome.gaps_s, default=0.0)
         detected = "" if outcome.detected_s is None else f", detected after {outcome.detected_s * 1e3:.0f} ms"
@@ -54,7 +55,7 @@ def to_text(outcomes: Sequence[Outcome], options: argparse.Namespace) -> str:
     num_streams = len(outcomes) * options.streams
     lines = [
         f"{len(outcomes)} runs of {options.streams} streams of {options.tokens} tokens, fault: {options.fault}"
-        f"{', no Redis' if options.no_redis else ''}",
+        f"{', no Redis' if options.no_redis else ', Redis killed too' if options.kill_redis else ''}",
         f"{num_ended} of {num_streams} streams ended by an error, {num_wrong} differ from the undisturbed answers",
     ]
     if gaps:
@@ -77,7 +78,11 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--no-redis", action="store_true", help="nothing is checkpointed outside of workers' memory")
+    redis = parser.add_mutually_exclusive_group()
+    redis.add_argument("--no-redis", action="store_true", help="nothing is checkpointed outside of workers' memory")
+    redis.add_argument(
+        "--kill-redis", action="store_true", help="Redis is killed in the same moment, and started again"
+    )
     options = parser.parse_args()
     model, home = OrchestratorConfig().model, default_home()
     pull(ModelStore(home), model)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -58,9 +56,7 @@ def test_answers_outlive_a_device_in_the_middle_with_the_same_text(start_fleet: 
 def test_answers_outlive_a_device_and_redis_lost_together(start_fleet: StartFleet) -> None:
     fleet = start_fleet()
     expected = undisturbed(fleet)
-    assert fleet.redis is not None
-    assert fleet.redis.pid is not None
-    os.kill(fleet.redis.pid, signal.SIGKILL)
+    fleet.kill_redis()
 
     outcome = fleet.suffer(make_streams(NUM_STREAMS, NUM_TOKENS), expected, Fault.KILL, after=5)
 
@@ -81,5 +77,15 @@ def test_answers_outlive_an_orchestrator_that_is_killed_and_started_again(start_
     expected = undisturbed(fleet)
 
     outcome = fleet.suffer(make_streams(NUM_STREAMS, NUM_TOKENS), expected, Fault.ORCHESTRATOR, after=8)
+
+    assert outcome.wrong == ()
+
+
+def test_answers_outlive_an_orchestrator_and_redis_killed_together(start_fleet: StartFleet) -> None:
+    fleet = start_fleet()
+    expected = undisturbed(fleet)
+
+    streams = make_streams(NUM_STREAMS, NUM_TOKENS)
+    outcome = fleet.suffer(streams, expected, Fault.ORCHESTRATOR, after=20, kills_redis=True)
 
     assert outcome.wrong == ()
