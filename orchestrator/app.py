@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -18,6 +20,7 @@ from orchestrator.block_names import BlockNames, load_secret
 from orchestrator.catalogue import Catalogue
 from orchestrator.control import Control
 from orchestrator.conversations import Conversations
+from orchestrator.cordons import CordonFile
 from orchestrator.core.sequence import QosTargets
 from orchestrator.core.tenants import TenantLedger, parse_weights
 from orchestrator.engine import Engine
@@ -31,9 +34,10 @@ from orchestrator.server import InferenceServicer, drain
 from orchestrator.session_homes import FileHome, RedisHome
 from orchestrator.sessions import SessionStore
 from orchestrator.tokenizer import Tokenizer
+from orchestrator.trails import Trails
 from orchestrator.typed_ahead import TypedAhead
 from orchestrator.warming import Warmer
-from shoal import process, rpc
+from shoal import discovery, process, rpc
 from shoal.config import OrchestratorConfig
 from shoal.errors import ConnectionFailed
 from shoal.redis_link import AsyncRedisLink
@@ -69,6 +73,8 @@ CONNECT_S = 1.0
 # In the home folder: who has it can compute the names of every tenant's blocks.
 SECRET_FILE = "kv_secret"
 SESSIONS_FILE = "sessions.sqlite"
+# Of an address, as what is in Redis for the next orchestrator: a home may have several.
+CORDONS_FILE = "cordoned-{port}.json"
 
 
 def run(config: OrchestratorConfig, *, stop_on_stdin_eof: bool = False) -> int:
@@ -85,6 +91,8 @@ class Orchestrator:
 
     def __init__(self, config: OrchestratorConfig) -> None:
         self._config = config
+        if config.discoverable:
+            discovery.require()
         home = Path(config.home)
         self._store = ModelStore(home)
         manifest = self._store.open(config.model)
@@ -92,7 +100,13 @@ class Orchestrator:
         self._hub = FlowHub(
             self._engine.on_frame, lambda worker_id, message: self._control.link_lost(worker_id, message)
         )
-        self._control = Control(config, manifest, self._hub, self._engine, self._set_serving)
+        self._planning = ThreadPoolExecutor(1, "planning")
+        # A port that is drawn anew has no next orchestrator.
+        cordons = CordonFile(home / CORDONS_FILE.format(port=config.port)) if config.port else None
+        self._control = Control(
+            config, manifest, self._hub, self._engine, self._set_serving, self._planning,
+            cordons.read() if cordons else (), cordons.write if cordons else lambda _: None,
+        )  # fmt: skip
         self._membership = FleetServicer(self._control, self._hub, manifest, self._store, config.heartbeat_s)
         self._health = HealthServicer()
         self._manifest: Manifest = manifest
@@ -100,6 +114,7 @@ class Orchestrator:
         self._secret = load_secret(home / SECRET_FILE)
         self._names = BlockNames(manifest.digest, self._secret, self._link)
         self._catalogue = Catalogue(self._link, manifest.config.num_layers)
+        self._trails = Trails(self._link)
         self._warmer = Warmer(self._engine)
         likely = LikelyPrefixes()
         self._typed_ahead = TypedAhead(self._engine, self._catalogue, likely)
@@ -118,9 +133,8 @@ class Orchestrator:
             self._membership.socket_port = await self._hub.listen(self._config.host)
         await self._open_link(served)
         await server.start()
-        watching = {
-            asyncio.create_task(watch()) for watch in (self._control.watch, self._conversations.watch, served.watch)
-        }
+        watches = (self._control.watch, self._conversations.watch, served.watch, partial(self._announce, port))
+        watching = {asyncio.create_task(watch()) for watch in watches}
         logger.info("listening address=%s:%d model=%s", self._config.host, port, self._manifest.name)
         stop = asyncio.create_task(stopping.wait())
         try:
@@ -134,16 +148,25 @@ class Orchestrator:
         finally:
             for task in (stop, *watching):
                 task.cancel()
+            # What told the network of us tells it that we go.
+            await asyncio.wait(watching, timeout=CLOSE_S)
             served.close()
             self._control.stop()
+            self._planning.shutdown(wait=False, cancel_futures=True)
             await server.stop(CLOSE_S)
             await journal.stop()
+            await self._trails.stop()
             await self._conversations.stop()
             await self._session_file.close()
             await self._typed_ahead.stop()
             if self._link is not None:
                 await self._link.close()
             await self._hub.stop()
+
+    async def _announce(self, port: int) -> None:
+        if self._config.discoverable:
+            await discovery.announce(self._config.host, port, self._manifest.name)
+        await asyncio.Event().wait()
 
     async def _open_link(self, served: ServedRequests) -> None:
         """Give Redis a moment to be there for the first request; without it, all goes on."""
@@ -156,7 +179,7 @@ class Orchestrator:
         """By the port that the next orchestrator is to have too, for it to find what this one leaves."""
         name = name_of(self._secret, f"{self._config.host}:{port}", self._manifest.digest)
         journal = Journal(self._link, name)
-        return journal, ServedRequests(self._engine, journal, self._conversations, self._names)
+        return journal, ServedRequests(self._engine, journal, self._conversations, self._names, self._trails)
 
     def _bind(self, server: grpc.aio.Server) -> int:
         address = f"{self._config.host}:{self._config.port}"

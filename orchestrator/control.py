@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
+from concurrent.futures import Executor
 
 from modelstore.manifest import Manifest
 from orchestrator.bringup import Bringup
@@ -23,10 +24,11 @@ from orchestrator.monitors import Monitors
 from orchestrator.moving import Mover
 from orchestrator.placing import Placing, Situation
 from orchestrator.planner import Planner
+from orchestrator.prefetching import Prefetching
 from orchestrator.relief import Relief
 from orchestrator.serving import Serving
-from orchestrator.status import fleet_status, waiting_for
-from orchestrator.worker_session import WorkerSession, held_of
+from orchestrator.status import cordoned_devices, fleet_status, waiting_for
+from orchestrator.worker_session import LEFT, WorkerSession
 from shoal import messages
 from shoal.config import OrchestratorConfig
 from shoal.errors import ConfigError, NotReady, PlacementImpossible, ShardDoesNotFit, ShoalError, WorkerLost
@@ -60,13 +62,17 @@ class Control:
         hub: FlowHub,
         engine: Engine,
         set_serving: Callable[[bool], Awaitable[None]],
+        executor: Executor,
+        cordoned: Collection[WorkerId] = (),
+        keep_cordoned: Callable[[Collection[WorkerId]], None] = lambda _: None,
     ) -> None:
+        """executor: makes plans. cordoned: by an orchestrator before; keep_cordoned: remembers them for the next one."""
         self._config = config
         self._manifest = manifest
         self._hub = hub
         self._engine = engine
-        self._planner = Planner(config, manifest)
-        self._fleet = Fleet(lease_s=config.lease_s)
+        self._planner = Planner(config, manifest, executor, self._consider_placement)
+        self._fleet = Fleet(lease_s=config.lease_s, cordoned=cordoned)
         self._sessions: dict[WorkerId, WorkerSession] = {}
         self._monitors = Monitors(self._fleet, engine)
         self.measuring = Measuring(manifest, self._is_unplaced, config.expect_workers)
@@ -74,8 +80,11 @@ class Control:
         self._mover = Mover(
             self._usable, self._put_in_force, self._fleet, self._bringup, engine, self._planner, self.measuring.figures
         )
-        self._placing = Placing(self._planner, self.measuring, self._monitors, manifest.config.num_layers)
-        self.relief = Relief(self._fleet, self._mover, self._leave, self._want_placement)
+        self._placing = Placing(self._planner, self.measuring, self._monitors, self._sessions, manifest)
+        self.relief = Relief(self._fleet, self._mover, self._leave, self._want_placement, keep_cordoned)
+        self._prefetching = Prefetching(
+            manifest, self._planner, self._fleet, self._sessions, self._engine, self.measuring.figures
+        )
         self._unlinked: set[WorkerId] = set()
         self._refused: set[WorkerId] = set()
         self._has_placed = False
@@ -107,12 +116,16 @@ class Control:
         self._expire_loading(now)
         self._monitors.tick(now)
         lanes = (self._engine.lane(pipeline_id) for pipeline_id in self._engine.pipelines)
-        self.measuring.tick([lane for lane in lanes if lane is not None], now)
+        self._wants_placement |= self.measuring.tick([lane for lane in lanes if lane is not None], now)
         self._release_leaving()
         self._wants_placement |= self._placing.is_review_due(now)
         self._consider_placement()
         if self._is_building():
             self._engine.hold_parked()
+        elif cordoned_devices(self._fleet.members()):
+            self._engine.parked_trouble = self._waiting_for()
+        is_quiet = not (self._mover.is_moving or self.relief.relieving or self.measuring.is_asking)
+        self._prefetching.tick(self._usable(), now, is_quiet=is_quiet)
 
     def stop(self) -> None:
         """End every answer and every Attach stream; workers then wait for the next orchestrator."""
@@ -134,11 +147,16 @@ class Control:
             return True
         return self._has_placed and self._wants_placement and bool(self._usable())
 
-    def _usable(self) -> tuple[Worker, ...]:
-        """Those that layers may be given to, in the order of their names: a restarted fleet finds its blobs again."""
+    def _usable(self, *, with_cordoned: bool = False) -> tuple[Worker, ...]:
+        """Those that layers may be given to, in the order of their names: a restarted fleet finds its blobs again.
+
+        with_cordoned: and those that may keep what they have.
+        """
         silent = self._monitors.unfit(time.monotonic())
         unusable = self._refused | self._unlinked | self.relief.relieving | silent
-        return tuple(sorted(one for one in self._fleet.placeable() if one[0] not in unusable))
+        return tuple(
+            sorted(one for one in self._fleet.placeable(with_cordoned=with_cordoned) if one[0] not in unusable)
+        )
 
     # Membership
 
@@ -175,7 +193,7 @@ class Control:
         """The Attach stream of a session ended."""
         if self._sessions.get(session.worker_id) is session:
             self._fleet.detach(session.worker_id, session.hello.incarnation)
-            self._lost(session.worker_id, "its connection ended")
+            self._lost(session.worker_id, session.ended_because or "its connection ended")
 
     def on_event(self, session: WorkerSession, request: fleet_pb2.AttachRequest) -> None:
         """Act on what a worker reports; the fleet refuses what ghosts say."""
@@ -206,6 +224,8 @@ class Control:
             case "measured" | "links_probed":
                 if self.measuring.on_event(session, request, time.monotonic()):
                     self._consider_placement()
+            case "blob_prefetched":
+                self._prefetching.prefetched(session, request.blob_prefetched, time.monotonic())
             case event:
                 logger.warning("unknown_event worker=%s event=%s", worker_id, event)
 
@@ -224,19 +244,21 @@ class Control:
     def _consider_placement(self) -> None:
         """Place if it is wanted, and only what does not disturb anybody's answer."""
         now, in_force = time.monotonic(), self._fleet.placements
-        if not self._wants_placement or now < self._retry_at or (in_force and self._mover.is_moving):
+        is_late = self._is_stopping or now < self._retry_at
+        if not self._wants_placement or is_late or (in_force and self._mover.is_moving):
             return
         workers = self._usable()
-        if reunited := self._reunited(workers):
+        joined = self._usable(with_cordoned=True)
+        if reunited := self._placing.reunited([one for one in joined if self._is_unplaced(one[0])], in_force):
             self._put_in_force((*in_force, *reunited))
             return
-        is_early = not self._has_placed and len(workers) < self._config.expect_workers
+        is_early = not self._has_placed and len(joined) < self._config.expect_workers
         scattered = any(self._sessions[one].hello.HasField("held") for one, _ in workers if self._is_unplaced(one))
         if scattered or (not self._has_placed and self._engine.num_parked):
             is_early = now < self._started_at + REUNION_S
         if is_early or not workers or self.measuring.awaits(workers, now):
             return
-        busy = frozenset(one.pipeline_id for one in in_force if self._is_busy(one.pipeline_id))
+        busy = frozenset(one.pipeline_id for one in in_force if self._engine.is_busy(one.pipeline_id))
         try:
             choice = self._placing.choose(Situation(workers, self._fleet.profiles(), in_force, busy), now)
         except (PlacementImpossible, ConfigError) as error:
@@ -247,14 +269,6 @@ class Control:
             self._mover.begin(choice.change)
         elif choice.change is not None:
             self._put_in_force(choice.change.placements)
-
-    def _reunited(self, workers: tuple[Worker, ...]) -> tuple[Placement, ...]:
-        """Pipelines that devices in no placement hold all stages of: theirs of before a restart, or a loss that passed."""
-        modes = {worker_id: profile.mode for worker_id, profile in workers if self._is_unplaced(worker_id)}
-        held = (held_of(self._sessions[worker_id], self._manifest.digest) for worker_id in modes)
-        taken = {placement.pipeline_id for placement in self._fleet.placements}
-        reunited = self._planner.reunite([one for one in held if one is not None], modes)
-        return tuple(one for one in reunited if one.pipeline_id not in taken)
 
     def _cannot_place(self, error: ShoalError) -> None:
         """Keep what serves, if anything does; else say what is missing until somebody joins."""
@@ -274,6 +288,7 @@ class Control:
                 self._end(placement.pipeline_id, error)
         now = time.monotonic()
         self._placing.changed(now)
+        self._prefetching.stop(now)
         for placed in self._fleet.assign(placements):
             self._bringup.load(placed, now)
         self._bringup.unload_others(self._mover.loading)
@@ -285,12 +300,12 @@ class Control:
             for worker_id in worker_ids:
                 self._refused.add(worker_id)
                 logger.error("load_timeout worker=%s pipeline=%s", worker_id, pipeline_id)
-                self._sessions[worker_id].close()
+                self._sessions[worker_id].close("it did not load its layers in time")
             self._wants_placement = True
 
     def _links_opened(self, session: WorkerSession, opened: fleet_pb2.LinksOpened) -> None:
         pipeline_id = PipelineId(opened.pipeline_id)
-        if not self._is_stage(session.worker_id, pipeline_id, opened.epoch):
+        if not self._fleet.is_stage(session.worker_id, pipeline_id, opened.epoch):
             return
         session.link_to_next = opened.link_to_next
         if self._bringup.serve_if_linked(pipeline_id):
@@ -303,22 +318,7 @@ class Control:
         self._mover.changed()
 
     def _is_unplaced(self, worker_id: WorkerId) -> bool:
-        return self._pipeline_of(worker_id) is None
-
-    def _is_busy(self, pipeline_id: PipelineId) -> bool:
-        lane = self._engine.lane(pipeline_id)
-        if lane is None:
-            return self._engine.num_parked > 0  # It is on its way up, and they may wait for it.
-        return lane.scheduler.num_running + lane.scheduler.num_waiting > 0
-
-    def _is_stage(self, worker_id: WorkerId, pipeline_id: PipelineId, epoch: int) -> bool:
-        """Whether a worker may speak for a pipeline: it is one of its stages, and the placement is in force."""
-        return self._fleet.is_current(pipeline_id, epoch) and self._pipeline_of(worker_id) == pipeline_id
-
-    def _pipeline_of(self, worker_id: WorkerId) -> PipelineId | None:
-        """The pipeline whose placement names a worker, be it a member or lost."""
-        names = (one.pipeline_id for one in self._fleet.placements if worker_id in one.worker_ids)
-        return next(names, None)
+        return self._fleet.pipeline_of(worker_id) is None
 
     # Trouble
 
@@ -327,14 +327,14 @@ class Control:
         self._pipeline_lost(worker_id, f"its data link ended: {message}")
         session = self._sessions.get(worker_id)
         if session is not None:
-            session.close()
+            session.close(f"its data link ended: {message}")
 
     def _want_placement(self) -> None:
         self._wants_placement = True
 
     def _leave(self, worker_id: WorkerId, incarnation: int) -> None:
         """Let a worker go: at once if it holds nothing, else when the answers that need it have ended; no others come."""
-        pipeline_id = self._pipeline_of(worker_id)
+        pipeline_id = self._fleet.pipeline_of(worker_id)
         if self._fleet.leave(worker_id, incarnation) and pipeline_id is not None:
             self._engine.set_accepting(pipeline_id, False)
             self._note_serving()
@@ -345,7 +345,7 @@ class Control:
         """End the pipeline, but first let the device at the other end of the link be missed: it is the one to name."""
 
         def end() -> None:
-            if self._is_stage(worker_id, PipelineId(failed.pipeline_id), failed.epoch):
+            if self._fleet.is_stage(worker_id, PipelineId(failed.pipeline_id), failed.epoch):
                 self._pipeline_lost(worker_id, failed.message, is_gone=False)
 
         asyncio.get_running_loop().call_later(LINK_GRACE_S, end)
@@ -354,10 +354,10 @@ class Control:
         """Let workers that drain go, as soon as no answer needs them."""
         leaving = [one.worker_id for one in self._fleet.members() if one.state is WorkerState.DRAINING]
         for worker_id in leaving:
-            pipeline_id = self._pipeline_of(worker_id)
-            if pipeline_id is None or not self._is_busy(pipeline_id):
-                self._pipeline_lost(worker_id, "it left")
-                self._sessions[worker_id].close()
+            pipeline_id = self._fleet.pipeline_of(worker_id)
+            if pipeline_id is None or not self._engine.is_busy(pipeline_id):
+                self._pipeline_lost(worker_id, LEFT)
+                self._sessions[worker_id].close(LEFT)
 
     def _lost(self, worker_id: WorkerId, message: str) -> None:
         session = self._sessions.pop(worker_id, None)
@@ -370,9 +370,10 @@ class Control:
         self._pipeline_lost(worker_id, message)
         if not self._sessions:
             self._engine.parked_trouble = "no device is left"
-        self._monitors.remove(worker_id)
+        self._monitors.remove(worker_id, message, time.monotonic())
         self._mover.changed()
         self.measuring.remove(worker_id)
+        self._prefetching.remove(worker_id)
 
     def _pipeline_lost(self, worker_id: WorkerId, message: str, *, is_gone: bool = True) -> None:
         """A worker cannot go on: if it is a stage of a pipeline, have another device take its place, if there is one.
@@ -380,7 +381,7 @@ class Control:
         The answers wait for that, with what the other stages hold of them; else all layers are placed anew. is_gone: the
         worker is not to be used any more; False: only its link to the next one broke, so both stay where they are.
         """
-        pipeline_id = self._pipeline_of(worker_id)
+        pipeline_id = self._fleet.pipeline_of(worker_id)
         if pipeline_id is None:
             return
         placement = next(one for one in self._fleet.placements if one.pipeline_id == pipeline_id)
@@ -437,12 +438,12 @@ class Control:
 
     def _waiting_for(self) -> str:
         num_expected = 0 if self._has_placed else self._config.expect_workers
-        return self._trouble or waiting_for(self._fleet.members(), num_expected)
+        return waiting_for(self._fleet.members(), num_expected, self._trouble)
 
     def status(self) -> admin_pb2.GetStatusResponse:
         """All that `shoal status` shows."""
         return fleet_status(
-            self._fleet, self._engine, self._sessions, self._monitors, self.relief.relieving,
+            self._fleet, self._engine, self._sessions, self._monitors, self.relief.relieving, self._prefetching.of,
             model=self._manifest.name,
             trouble="" if self._engine.pipelines else self._waiting_for(),
             uptime_s=time.monotonic() - self._started_at,

@@ -255,6 +255,13 @@ class Engine:
             if self._move(sequence, answer.pipeline_id, "a pipeline is there again", now):
                 self._parking.remove(sequence.sequence_id, now)
 
+    def is_busy(self, pipeline_id: PipelineId) -> bool:
+        """Whether a pipeline has requests; one that does not serve yet has those that are parked."""
+        lane = self._lanes.get(pipeline_id)
+        if lane is None:
+            return self.num_parked > 0
+        return lane.scheduler.num_running + lane.scheduler.num_waiting > 0
+
     def set_accepting(self, pipeline_id: PipelineId, is_accepting: bool) -> None:
         """Let a pipeline that is about to go away take nothing more, or let it again; nothing if it is gone."""
         lane = self._lanes.get(pipeline_id)

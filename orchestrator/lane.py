@@ -83,8 +83,7 @@ class Lane:
     @property
     def has_room(self) -> bool:
         """Whether a request that comes now could be started at once, if it is small enough."""
-        scheduler, num_slots = self.scheduler, self.pipeline.limits.num_slots
-        return self.is_accepting and scheduler.num_waiting == 0 and scheduler.used_slots < num_slots
+        return self.is_accepting and has_room(self.scheduler)
 
     @property
     def is_limited(self) -> bool:
@@ -108,32 +107,7 @@ class Lane:
 
     def view(self, request: RouteRequest, now: float) -> PipelineView:
         """This lane as the router is to see it for a request."""
-        scheduler, limits = self.scheduler, self.pipeline.limits
-        num_blocks = scheduler.restores.num_believed(request.block_hashes, request.num_stored)
-        cached_tokens = num_blocks * BLOCK_TOKENS
-        prediction = scheduler.predict(request.num_prompt, request.qos, now, cached_tokens)
-        whole = scheduler.predict(request.num_prompt, request.qos, now) if cached_tokens else prediction
-        return PipelineView(
-            pipeline_id=self.pipeline_id,
-            mode=limits.mode,
-            num_stages=limits.num_stages,
-            prediction=prediction,
-            sequence_tokens=limits.sequence_tokens,
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            has_latency=scheduler.has_class(QosClass.LATENCY),
-            can_start=self.has_room and self._has_kv(request),
-            max_batch=scheduler.pace.max_batch,
-            steps_per_s=scheduler.pace.steps_per_s,
-            cached_tokens=cached_tokens,
-            saved_s=max(whole.prefill_s - prediction.prefill_s, 0.0),
-            is_accepting=self.is_accepting,
-        )
-
-    def _has_kv(self, request: RouteRequest) -> bool:
-        limits = self.pipeline.limits
-        num_tokens = min(request.num_prompt + request.max_tokens, limits.sequence_tokens)
-        return self.scheduler.used_kv_tokens + round_up_to_page(num_tokens) <= limits.kv_tokens
+        return view_of(self.pipeline_id, self.scheduler, request, now, is_accepting=self.is_accepting)
 
     def send_all(self, now: float) -> None:
         """Send every batch that can be made now, and what stages are to get ready meanwhile."""
@@ -210,6 +184,44 @@ class Lane:
             if sequence is not None:
                 found[sequence.sequence_id] = token.logprobs
         return found
+
+
+def view_of(
+    pipeline_id: PipelineId, scheduler: Scheduler, request: RouteRequest, now: float, *, is_accepting: bool = True
+) -> PipelineView:
+    """A pipeline as the router is to see it for a request."""
+    limits = scheduler.limits
+    num_blocks = scheduler.restores.num_believed(request.block_hashes, request.num_stored)
+    cached_tokens = num_blocks * BLOCK_TOKENS
+    prediction = scheduler.predict(request.num_prompt, request.qos, now, cached_tokens)
+    whole = scheduler.predict(request.num_prompt, request.qos, now) if cached_tokens else prediction
+    return PipelineView(
+        pipeline_id=pipeline_id,
+        mode=limits.mode,
+        num_stages=limits.num_stages,
+        prediction=prediction,
+        sequence_tokens=limits.sequence_tokens,
+        num_running=scheduler.num_running,
+        num_waiting=scheduler.num_waiting,
+        has_latency=scheduler.has_class(QosClass.LATENCY),
+        can_start=is_accepting and has_room(scheduler) and _has_kv(scheduler, request),
+        max_batch=scheduler.pace.max_batch,
+        steps_per_s=scheduler.pace.steps_per_s,
+        cached_tokens=cached_tokens,
+        saved_s=max(whole.prefill_s - prediction.prefill_s, 0.0),
+        is_accepting=is_accepting,
+    )
+
+
+def has_room(scheduler: Scheduler) -> bool:
+    """Whether a slot is free and nobody waits for one."""
+    return scheduler.num_waiting == 0 and scheduler.used_slots < scheduler.limits.num_slots
+
+
+def _has_kv(scheduler: Scheduler, request: RouteRequest) -> bool:
+    limits = scheduler.limits
+    num_tokens = min(request.num_prompt + request.max_tokens, limits.sequence_tokens)
+    return scheduler.used_kv_tokens + round_up_to_page(num_tokens) <= limits.kv_tokens
 
 
 def route_request(sequence: Sequence, now: float) -> RouteRequest:

@@ -12,7 +12,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from modelstore.manifest import Manifest
 from orchestrator.core.figures import (
@@ -24,6 +24,7 @@ from orchestrator.core.figures import (
     RowTimes,
     declared_times,
 )
+from orchestrator.core.hops import Hop, HopWatch
 from orchestrator.core.limits import KV_READ_TOKENS
 from orchestrator.core.placement import Worker
 from orchestrator.core.refinement import CONTEXT_TOKENS, Correction, StageLoad
@@ -49,6 +50,8 @@ MAX_WAIT_S = 2.0
 RETRY_S = 5.0
 # Of the devices that are there, so many are probed by one that comes: the links to the others are taken to be alike.
 MAX_PEERS = 8
+# More than a device can have measured in a fleet that makes sense.
+MAX_TOLD_LINKS = 256
 
 
 @dataclass(slots=True)
@@ -71,8 +74,9 @@ class _Device:
 
     @property
     def machine(self) -> str:
-        """Devices of one name may share a machine."""
-        return self.session.hello.flow_address.rpartition(":")[0]
+        """Devices of one id share a machine; those that do not know it may, if they have one address."""
+        hello = self.session.hello
+        return hello.machine_id or hello.flow_address.rpartition(":")[0]
 
 
 class Measuring:
@@ -96,20 +100,22 @@ class Measuring:
         self._measured_by: dict[WorkerId, float] = {}
         self._probed_by: dict[WorkerId, float] = {}
         self._figures: FleetFigures | None = None
+        self._hops = HopWatch()
         self._num_expected = num_expected
         self._began_at: float | None = None
 
     # Members
 
     def take_in(self, session: WorkerSession, profile: DeviceProfile) -> None:
-        """A worker attached; it says what it knows of itself."""
+        """A worker attached; it says what it knows of itself and of its links, which holds until these are probed anew."""
         times = None
         if self._command is not None:
             digest = self._command.shape_digest
             known = (one for one in session.hello.times if one.shape_digest == digest and _is_sound(one))
             times = next((one for one in known if _is_fresh(one)), None)
         self.remove(session.worker_id)
-        self._devices[session.worker_id] = _Device(session, profile, times, gave_up=self._command is None)
+        links = _links_from_proto(session.hello.links[:MAX_TOLD_LINKS])
+        self._devices[session.worker_id] = _Device(session, profile, times, gave_up=self._command is None, links=links)
 
     def linked(self, worker_id: WorkerId, now: float) -> None:
         """A worker has its link and can be asked."""
@@ -120,6 +126,7 @@ class Measuring:
             self.advance(now)
 
     def remove(self, worker_id: WorkerId) -> None:
+        self._hops.forget(worker_id)
         self._devices.pop(worker_id, None)
         self._measured_by.pop(worker_id, None)
         self._probed_by.pop(worker_id, None)
@@ -185,9 +192,9 @@ class Measuring:
                 self._on_measured(worker_id, device, request.measured, now)
             case "links_probed":
                 self._probed_by.pop(worker_id, None)
-                device.links |= {
-                    WorkerId(one.worker_id) or None: link_from_proto(one) for one in request.links_probed.links
-                }
+                device.links |= _links_from_proto(request.links_probed.links)
+                if request.links_probed.links:
+                    self._hops.forget(worker_id)
             case _:
                 return False
         self._figures = None
@@ -207,6 +214,11 @@ class Measuring:
     def _is_ours(self, times: fleet_pb2.DeviceTimes) -> bool:
         return self._command is not None and times.shape_digest == self._command.shape_digest and _is_sound(times)
 
+    @property
+    def is_asking(self) -> bool:
+        """Whether a device times layers or links now."""
+        return bool(self._measured_by or self._probed_by)
+
     def awaits(self, workers: Iterable[Worker], now: float) -> bool:
         """Whether a placement of these workers should wait, since figures of some are about to come."""
         return any(self._is_awaited(worker_id, now) for worker_id, _ in workers)
@@ -222,11 +234,16 @@ class Measuring:
 
     # Learning
 
-    def tick(self, lanes: Iterable[Lane], now: float) -> None:
-        """Ask whom it is time to ask, and learn from the passes that came back since the last time."""
+    def tick(self, lanes: Iterable[Lane], now: float) -> bool:
+        """Ask whom it is time to ask, and learn from the passes that came back since the last time.
+
+        True if a link is much slower than it was, or no longer so: it is time to look at the plan.
+        """
         self.advance(now)
         for lane in lanes:
             members = lane.pipeline.members
+            for hop in lane.pipeline.take_hops():
+                self._observe_hop(hop, now)
             for timing in lane.take_timings():
                 for member, took_s in zip(members, timing.stage_s, strict=True):
                     device = self._devices.get(member.worker_id)
@@ -239,6 +256,22 @@ class Measuring:
             if device.correction.update(now):
                 logger.debug("times_corrected worker=%s factor=%.2f", worker_id, device.correction.factor)
                 self._figures = None
+
+        if not self._hops.update(now):
+            return False
+        for (source, target), late_s in self._hops.late_s.items():
+            logger.info("link_late from=%s to=%s by_ms=%.0f", source or "-", target or "-", late_s * 1e3)
+            for end in (source, target):
+                if end is not None and end in self._devices:
+                    self._devices[end].is_probed = False  # Once it holds no layers, it is asked again.
+        self._figures = None
+        return True
+
+    def _observe_hop(self, hop: Hop, now: float) -> None:
+        link = self.figures().link(*hop.ends)
+        sending_s = link.sending_s(hop.num_rows * self._footprint.activation_bytes)
+        known_s = link.delay_s - self._hops.by_s(hop.ends)
+        self._hops.observe(hop.ends, hop.seconds - sending_s, known_s, now)
 
     # What the planner gets
 
@@ -254,6 +287,11 @@ class Measuring:
                     link = _between(worker_id, device, other_id, other)
                     if link is not None and other_id != worker_id:
                         links[worker_id, other_id] = link
+            base = FleetFigures((), dict(links))
+            for source, target in self._hops.late_s:
+                for ends in ((source, target), (target, source)):
+                    link = base.link(*ends)
+                    links[ends] = replace(link, delay_s=link.delay_s + self._hops.by_s(ends))
             self._figures = FleetFigures(tuple(self._device(one, device) for one, device in there.items()), links)
         return self._figures
 
@@ -333,6 +371,10 @@ def _is_sound(times: fleet_pb2.DeviceTimes) -> bool:
 
 def _is_fresh(times: fleet_pb2.DeviceTimes) -> bool:
     return -MAX_AHEAD_S <= time.time() - times.measured_at_s <= MAX_AGE_S
+
+
+def _links_from_proto(links: Iterable[fleet_pb2.LinkFigures]) -> dict[WorkerId | None, LinkFigures]:
+    return {WorkerId(one.worker_id) or None: link_from_proto(one) for one in links}
 
 
 def link_from_proto(figures: fleet_pb2.LinkFigures) -> LinkFigures:

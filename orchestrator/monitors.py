@@ -14,6 +14,7 @@ from orchestrator.core.conditions import STUCK_S, DeviceCondition, is_stuck
 from orchestrator.core.fleet import Fleet, WorkerState
 from orchestrator.core.limits import Pace
 from orchestrator.core.thermal import ThermalMonitor
+from orchestrator.departures import Departures
 from orchestrator.engine import Engine
 from shoal.types import DeviceProfile, PipelineId, Telemetry, WorkerId
 
@@ -28,6 +29,7 @@ class Monitors:
         self._engine = engine
         self._monitors: dict[WorkerId, ThermalMonitor] = {}
         self._conditions: dict[WorkerId, DeviceCondition] = {}
+        self.departures = Departures()
 
     def __getitem__(self, worker_id: WorkerId) -> ThermalMonitor:
         """For reading only."""
@@ -37,8 +39,10 @@ class Monitors:
         """Watch a worker that has attached: as NOMINAL until it reports."""
         self._monitors[worker_id] = ThermalMonitor(profile.limits, profile.max_batch)
         self._conditions[worker_id] = DeviceCondition(profile)
+        self.departures.back(worker_id)
 
-    def remove(self, worker_id: WorkerId) -> None:
+    def remove(self, worker_id: WorkerId, why: str, now: float) -> None:
+        self.departures.gone(worker_id, why, now)
         self._monitors.pop(worker_id, None)
         self._conditions.pop(worker_id, None)
 

@@ -98,7 +98,7 @@ class Mover:
         unfit: set[WorkerId] = set()
         async with self._turns:
             for _ in range(MAX_TRIES):
-                found = self.plan_without(worker_id, unfit)
+                found = await self.plan_without(worker_id, unfit)
                 if found is None:
                     return Moved()
                 before = self._fleet.placements
@@ -129,28 +129,30 @@ class Mover:
         for task in self._tasks:
             task.cancel()
 
-    def plan_without(self, worker_id: WorkerId, unfit: Collection[WorkerId] = ()) -> Change | None:
-        """Plan for all but one device, and those that are unfit; None if it holds nothing. Raises PlacementImpossible."""
-        in_force = self._fleet.placements
-        placement = next((one for one in in_force if worker_id in one.worker_ids), None)
-        if placement is None:
-            return None
-        others = tuple(one for one in in_force if one is not placement)
-        usable = tuple(worker for worker in self._usable() if worker[0] != worker_id and worker[0] not in unfit)
-        holders = {one for other in in_force for one in other.worker_ids}
-        free = tuple(worker for worker in usable if worker[0] not in holders)
-        repaired = self._planner.repair(placement, worker_id, free, self._figures())
-        if repaired is not None:
-            return change(in_force, (*others, repaired))
-        if not usable and not others:
-            stage = placement.stages[placement.worker_ids.index(worker_id)]
-            raise PlacementImpossible(
-                f"layers {stage.layers} of {worker_id} need {stage.need_bytes} bytes, and no other device can be given any: "
-                "start one with `shoal worker --join HOST:PORT`, or uncordon one"
-            )
-        # Whatever serves beside it goes on as it is; the rest of its pipeline is free then.
-        chosen = self._planner.plan(usable, others, self._figures()).choose([one.pipeline_id for one in others])
-        return change(in_force, chosen)
+    async def plan_without(self, worker_id: WorkerId, unfit: Collection[WorkerId] = ()) -> Change | None:
+        """Plan for all but one device, and those that are unfit; None if it holds nothing. Raises PlacementImpossible.
+
+        The plan is for what is in force, and for who is there, when this returns.
+        """
+        while True:
+            in_force = self._fleet.placements
+            placement = next((one for one in in_force if worker_id in one.worker_ids), None)
+            if placement is None:
+                return None
+            others = tuple(one for one in in_force if one is not placement)
+            usable = tuple(worker for worker in self._usable() if worker[0] != worker_id and worker[0] not in unfit)
+            holders = {one for other in in_force for one in other.worker_ids}
+            free = tuple(worker for worker in usable if worker[0] not in holders)
+            repaired = self._planner.repair(placement, worker_id, free, self._figures())
+            if repaired is not None:
+                return change(in_force, (*others, repaired))
+            if not usable and not others:
+                raise _nobody_for(placement.stages[placement.worker_ids.index(worker_id)])
+            # Whatever serves beside it goes on as it is; the rest of its pipeline is free then.
+            plan = self._planner.plan(usable, others, self._figures())
+            if plan is not None:
+                return change(in_force, plan.choose([one.pipeline_id for one in others]))
+            await self._planner.planned()
 
     def _is_possible_still(self, found: Change, before: tuple[Placement, ...]) -> bool:
         """Whether nothing else was put in force meanwhile, and all who are to hold something new can."""
@@ -215,6 +217,13 @@ class Mover:
                     await self._news.wait()
         except TimeoutError:
             logger.warning("move_late seconds=%g", timeout_s)
+
+
+def _nobody_for(stage: Stage) -> PlacementImpossible:
+    return PlacementImpossible(
+        f"layers {stage.layers} of {stage.worker_id} need {stage.need_bytes} bytes, and no other device can be given any: "
+        "start one with `shoal worker --join HOST:PORT`, or uncordon one"
+    )
 
 
 def _whereto(stage: Stage, found: Change, before: tuple[Placement, ...]) -> str:

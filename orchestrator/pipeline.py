@@ -10,11 +10,12 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from google.protobuf.message import Message
 
 from orchestrator.core.batch import Batch, BatchRow, EndedSequence
+from orchestrator.core.hops import Hop
 from orchestrator.core.limits import SchedulerLimits
 from orchestrator.core.restores import Prefetch, Restore
 from orchestrator.core.sequence import Sequence as AnswerSequence
@@ -28,6 +29,10 @@ from shoal.v1 import flow_pb2
 TIMED_STEPS = 256
 # Stamps of two machines cannot be compared; what is longer than this was not a hop.
 MAX_HOP_S = 1.0
+# A stage that had finished something else so shortly before took up what may have waited for it.
+IDLE_NS = 1_000_000
+# What comes back between two looks at it, and more than counts.
+MAX_HOPS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +47,16 @@ class StageMember:
 
 @dataclass(frozen=True, slots=True)
 class _TimedStep:
-    """A step under way, as it was sent. num_sampled: rows that get a token. is_decode: nothing but decode rows."""
+    """A step under way, as it was sent. num_sampled: rows that get a token. is_decode: nothing but decode rows.
+
+    is_fed_back: the last stage has gone on with it by itself.
+    """
 
     work: float
     num_sampled: int
     is_decode: bool
     is_solo: bool
+    is_fed_back: bool = False
 
 
 class Pipeline:
@@ -69,6 +78,8 @@ class Pipeline:
         self._steps: dict[int, _TimedStep] = {}
         self._stage_s: list[deque[float]] = [deque(maxlen=TIMED_STEPS) for _ in members]
         self._hop_s: deque[float] = deque(maxlen=TIMED_STEPS * (len(members) + 1))
+        self._hops: deque[Hop] = deque(maxlen=MAX_HOPS)
+        self._handed_over_ns = [0] * len(members)
 
     @property
     def mode(self) -> DeviceMode:
@@ -143,7 +154,9 @@ class Pipeline:
         work = _work_done(step, len(result.tokens))
         if result.burst_steps == 0:
             del self._steps[result.step]
-        stage_s = self._stage_times(result.stamps_ns, is_decode=step.is_decode)
+        else:
+            self._steps[result.step] = replace(step, is_fed_back=True)
+        stage_s = self._stage_times(result.stamps_ns, step, len(result.tokens))
         if work == 0 or not stage_s:
             return None
         return StepTiming(work, stage_s, step.is_solo, len(result.tokens) if step.is_decode else 0)
@@ -152,20 +165,38 @@ class Pipeline:
         """Expect no timing of a step any more: it was lost."""
         self._steps.pop(step, None)
 
-    def _stage_times(self, sent_ns: Sequence[int], *, is_decode: bool) -> tuple[float, ...]:
+    def _stage_times(self, sent_ns: Sequence[int], step: _TimedStep, num_rows: int) -> tuple[float, ...]:
         """Seconds at each stage, by the stamps of a result; keeps those of decode steps. Nothing if stamps lack."""
         stamps = [*sent_ns, time.monotonic_ns()]
         if len(stamps) != 2 * len(self.members) + 2:
             return ()
         spans = zip(stamps[1:-1:2], stamps[2:-1:2], strict=True)
         stage_s = tuple((handed_over - taken_up) / 1e9 for taken_up, handed_over in spans)
-        if is_decode:
+        if step.is_decode:
+            self._note_hops(stamps, step, num_rows)
             for recent, seconds in zip(self._stage_s, stage_s, strict=True):
                 recent.append(seconds)
             hops = [(after - before) / 1e9 for before, after in zip(stamps[::2], stamps[1::2], strict=True)]
             if all(0 <= hop <= MAX_HOP_S for hop in hops):
                 self._hop_s.extend(hops)
+        self._handed_over_ns = stamps[2:-1:2]
         return stage_s
+
+    def _note_hops(self, stamps: Sequence[int], step: _TimedStep, num_rows: int) -> None:
+        """Keep what the messages of a pass were under way, but for those that may have waited for a stage."""
+        ids: list[WorkerId | None] = [member.worker_id for member in self.members]
+        ends = [ids[-1] if step.is_fed_back else None, *ids, None]
+        for at, (left_ns, taken_ns) in enumerate(zip(stamps[::2], stamps[1::2], strict=True)):
+            has_waited = at < len(ids) and taken_ns < self._handed_over_ns[at] + IDLE_NS
+            if ends[at] != ends[at + 1] and not has_waited:
+                num_carried = num_rows if 0 < at < len(ids) else 0
+                self._hops.append(Hop(ends[at], ends[at + 1], (taken_ns - left_ns) / 1e9, num_carried))
+
+    def take_hops(self) -> list[Hop]:
+        """What the messages of decode steps were under way lately, each once."""
+        taken = list(self._hops)
+        self._hops.clear()
+        return taken
 
     def stage_ms(self, stage: int) -> float:
         """Median compute of a decode step at a stage, in milliseconds; 0 before the first."""

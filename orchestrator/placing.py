@@ -10,6 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from modelstore.manifest import Manifest
 from orchestrator.core.figures import FleetFigures
 from orchestrator.core.grouping import Plan
 from orchestrator.core.placement import Placement, Worker
@@ -17,6 +18,7 @@ from orchestrator.core.replacement import Action, Change, Outlook, Replacement, 
 from orchestrator.measuring import Measuring
 from orchestrator.monitors import Monitors
 from orchestrator.planner import Planner
+from orchestrator.worker_session import WorkerSession, held_of
 from shoal.errors import PlacementImpossible
 from shoal.types import PipelineId, WorkerId
 
@@ -52,11 +54,19 @@ class Situation:
 class Placing:
     """Invariant: `_asked` is the situation of the latest choice, and nothing else comes of it before `_ask_at`."""
 
-    def __init__(self, planner: Planner, measuring: Measuring, monitors: Monitors, num_layers: int) -> None:
+    def __init__(
+        self,
+        planner: Planner,
+        measuring: Measuring,
+        monitors: Monitors,
+        sessions: Mapping[WorkerId, WorkerSession],
+        manifest: Manifest,
+    ) -> None:
         self._planner = planner
         self._measuring = measuring
         self._monitors = monitors
-        self._num_layers = num_layers
+        self._sessions = sessions
+        self._manifest = manifest
         self._replacement = Replacement()
         self._asked: tuple[Situation, frozenset[WorkerId]] | None = None
         self._ask_at = 0.0
@@ -75,17 +85,30 @@ class Placing:
         self._review_at = now + REVIEW_S
         return True
 
+    def reunited(self, free: Sequence[Worker], in_force: Sequence[Placement]) -> tuple[Placement, ...]:
+        """Pipelines that devices in no placement hold all stages of: theirs of before a restart, or a loss that passed."""
+        held = (held_of(self._sessions[worker_id], self._manifest.digest) for worker_id, _ in free)
+        modes = {worker_id: profile.mode for worker_id, profile in free}
+        reunited = self._planner.reunite([one for one in held if one is not None], modes)
+        taken = {placement.pipeline_id for placement in in_force}
+        return tuple(one for one in reunited if one.pipeline_id not in taken)
+
     def choose(self, situation: Situation, now: float) -> Choice:
-        """Choose what to do. Raises PlacementImpossible if these devices cannot hold the model, and ConfigError."""
+        """Choose what to do: nothing yet while it is being planned.
+
+        Raises PlacementImpossible if these devices cannot hold the model, and ConfigError.
+        """
         spent = self._monitors.spent()
         if self._asked == (situation, spent) and now < self._ask_at:
             return Choice(None, is_settled=False)
         in_force, figures = situation.in_force, derated(self._measuring.figures(), self._monitors.slow_downs())
         plan = self._plan(situation, spent, figures)
+        if plan is None:
+            return Choice(None, is_settled=False)
         verdict = self._replacement.decide(
             self._outlook(in_force, situation, figures),
             self._outlook(plan.best, situation, figures),
-            self._num_layers,
+            self._manifest.config.num_layers,
             now,
             usable={worker_id for worker_id, _ in situation.workers} | _holders(in_force),
             spent=spent,
@@ -101,8 +124,8 @@ class Placing:
             return Choice(change(in_force, plan.meanwhile), is_settled=verdict.action is Action.KEEP)
         return Choice(None, is_settled=verdict.action is Action.KEEP)
 
-    def _plan(self, situation: Situation, spent: frozenset[WorkerId], figures: FleetFigures) -> Plan:
-        """Plan without those that are spent, if that is possible."""
+    def _plan(self, situation: Situation, spent: frozenset[WorkerId], figures: FleetFigures) -> Plan | None:
+        """Plan without those that are spent, if that is possible; None while it is being planned."""
         healthy = tuple(worker for worker in situation.workers if worker[0] not in spent)
         if healthy and healthy != situation.workers:
             try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,27 +38,32 @@ class Relief:
         mover: Mover,
         on_leave: Callable[[WorkerId, int], None],
         on_uncordon: Callable[[], None],
+        keep_cordoned: Callable[[Collection[WorkerId]], None],
     ) -> None:
         """on_leave: a worker that wants to go, with its incarnation, holds nothing, or what nobody can take.
 
-        on_uncordon: a device may be given layers again.
+        on_uncordon: a device may be given layers again. keep_cordoned: remembers all that are cordoned over a restart.
         """
         self._fleet = fleet
         self._mover = mover
         self._on_leave = on_leave
         self._on_uncordon = on_uncordon
+        self._keep_cordoned = keep_cordoned
         self._tasks: set[asyncio.Task[Any]] = set()
         self.relieving: set[WorkerId] = set()
 
     def leave(self, worker_id: WorkerId, incarnation: int) -> None:
         """Move what a worker holds elsewhere before it goes."""
+        self._start(self._leave(worker_id, incarnation))
+
+    async def _leave(self, worker_id: WorkerId, incarnation: int) -> None:
         try:
-            found = self._mover.plan_without(worker_id)
+            found = await self._mover.plan_without(worker_id)
         except PlacementImpossible as error:
             logger.info("nobody_takes_over worker=%s message=%s", worker_id, error.message)
             found = None
         if found is not None and found.arrivals:
-            self._start(self._move_then_leave(worker_id, incarnation))
+            await self._move_then_leave(worker_id, incarnation)
             return
         if found is not None and found.has_successors:
             self._mover.change_over(found)
@@ -94,6 +99,7 @@ class Relief:
         finally:
             if not is_drained:
                 self._fleet.cordon(worker_id, is_cordoned)
+        self._keep_cordoned(self._fleet.cordoned)
         logger.info("drained worker=%s moved=%r sequences=%d", worker_id, moved.text, moved.num_sequences)
         return Drained(moved, time.monotonic() - began_at)
 
@@ -108,6 +114,7 @@ class Relief:
         """Keep a device from being given layers, or let it again; what it computes goes on. Raises InvalidRequest."""
         if not self._fleet.cordon(worker_id, is_cordoned):
             raise self._stranger(worker_id)
+        self._keep_cordoned(self._fleet.cordoned)
         logger.info("cordoned worker=%s is_cordoned=%s", worker_id, is_cordoned)
         if not is_cordoned:
             self._on_uncordon()

@@ -21,9 +21,12 @@ from orchestrator.answer import Answer, TokenEvent
 from orchestrator.block_names import BlockNames
 from orchestrator.conversation import SessionKey, unpack
 from orchestrator.conversations import Conversations, Turn
+from orchestrator.core.sequence import Sequence as AnswerSequence
+from orchestrator.core.sequence import SequenceState
 from orchestrator.engine import Engine
 from orchestrator.journal import Journal
 from orchestrator.record import AnswerLog, RequestRecord
+from orchestrator.trails import Trails
 from shoal.errors import DeadlineExceeded, NotReady, RequestCancelled, RequestNotFound, SessionBusy, ShoalError
 from shoal.types import FinishReason, KVReuse
 
@@ -88,6 +91,7 @@ class ServedRequests:
         journal: Journal,
         conversations: Conversations,
         names: BlockNames,
+        trails: Trails,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -95,6 +99,7 @@ class ServedRequests:
         self._journal = journal
         self._conversations = conversations
         self._names = names
+        self._trails = trails
         self._clock = clock
         self._wall_clock = wall_clock
         self._served: dict[bytes, Served] = {}
@@ -214,7 +219,7 @@ class ServedRequests:
             log.finish, log.finished = why, finished
             self._note(served)
         if served.answer is not None:
-            self._engine.abort(served.answer.sequence.sequence_id, why)
+            self._abort(served.answer.sequence, why)
 
     def end_turn(self, served: Served) -> asyncio.Task[None] | None:
         """Leave to a session what its turn has become, nothing if that is no token; the task ends when it is stored."""
@@ -246,6 +251,7 @@ class ServedRequests:
         if self._is_closing and isinstance(error, NotReady):
             # The next orchestrator goes on with it.
             return
+        self._end_trail(served.answer.sequence)
         served.error = _told_again(error)
         self._journal.forget(served.record.record_id)
 
@@ -332,13 +338,25 @@ class ServedRequests:
     def _leave(self, served: Served) -> None:
         """Compute no more of an answer; what there is of it is kept."""
         if served.answer is not None:
-            self._engine.abort(served.answer.sequence.sequence_id, served.log.finish or FinishReason.CANCELLED)
+            self._abort(served.answer.sequence, served.log.finish or FinishReason.CANCELLED)
             self.end_turn(served)
             if not served.is_over and not self._is_closing:
                 served.log.is_left = True
             self._note(served)
             served.answer = None
         self._keep_if_idle(served)
+
+    def _abort(self, sequence: AnswerSequence, why: FinishReason) -> None:
+        """End a sequence, if it has not ended; without a slot, what it left is of no use but to the next orchestrator."""
+        is_waiting = sequence.state is SequenceState.WAITING
+        self._engine.abort(sequence.sequence_id, why)
+        if is_waiting and not self._is_closing:
+            self._end_trail(sequence)
+
+    def _end_trail(self, sequence: AnswerSequence) -> None:
+        """Delete what stages have written of a sequence, if it ever ran, here or with an earlier orchestrator."""
+        if sequence.has_started or sequence.output_token_ids:
+            self._trails.end(sequence.trail_id)
 
     def _note(self, served: Served) -> None:
         if served.answer is not None:

@@ -12,7 +12,7 @@ from modelstore.manifest import Manifest
 from orchestrator.core.footprint import ModelFootprint
 from orchestrator.core.placement import Placement
 from shoal import messages
-from shoal.types import ShardShape
+from shoal.types import LayerRange, ShardShape
 from shoal.v1 import fleet_pb2
 
 
@@ -31,6 +31,11 @@ def footprint(manifest: Manifest) -> ModelFootprint:
     )
 
 
+def blob_refs(manifest: Manifest, layers: LayerRange) -> list[fleet_pb2.BlobRef]:
+    """The blobs of the shard that has these layers."""
+    return [fleet_pb2.BlobRef(digest=blob.digest, num_bytes=blob.num_bytes) for blob in shard_blobs(manifest, layers)]
+
+
 def load_command(
     manifest: Manifest,
     placement: Placement,
@@ -42,7 +47,6 @@ def load_command(
 ) -> fleet_pb2.LoadShard:
     """Tell the worker of a stage all it needs: graph, blobs, sizes, and the other stages."""
     layers = placement.stages[index].layers
-    blobs = shard_blobs(manifest, layers)
     return fleet_pb2.LoadShard(
         pipeline_id=placement.pipeline_id,
         epoch=epoch,
@@ -50,7 +54,7 @@ def load_command(
         layers=messages.layers_to_proto(layers),
         model_digest=manifest.digest,
         graph=build_shard_graph(manifest, layers),
-        blobs=[fleet_pb2.BlobRef(digest=blob.digest, num_bytes=blob.num_bytes) for blob in blobs],
+        blobs=blob_refs(manifest, layers),
         shape=messages.shape_to_proto(_shape(manifest, placement, index)),
         stages=stages,
         link_token=link_token,

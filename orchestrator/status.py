@@ -6,7 +6,7 @@ Reads fleet, sessions, thermal monitors and the engine; changes nothing. Called 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.metadata import version
 
 from orchestrator.core.fleet import Fleet, Member, WorkerState
@@ -14,6 +14,7 @@ from orchestrator.core.thermal import ThermalMonitor
 from orchestrator.engine import Engine
 from orchestrator.lane import Lane
 from orchestrator.monitors import Monitors
+from orchestrator.prefetching import Prefetch
 from orchestrator.worker_session import WorkerSession
 from shoal import messages
 from shoal.types import WorkerId
@@ -23,12 +24,36 @@ from shoal.v1 import admin_pb2
 SUSPECT = "suspect"
 
 
-def waiting_for(members: Sequence[Member], num_expected: int) -> str:
-    """What keeps a fleet from serving, if nothing went wrong. num_expected: devices without which none is given layers."""
+def waiting_for(members: Sequence[Member], num_expected: int, trouble: str = "") -> str:
+    """What keeps a fleet from serving, and who is cordoned, for that may be why.
+
+    num_expected: devices without which none is given layers. trouble: what went wrong; empty: nothing did.
+    """
+    what, cordoned = trouble or _awaited(members, num_expected), cordoned_devices(members)
+    return f"{what}; {cordoned}" if cordoned else what
+
+
+def cordoned_devices(members: Sequence[Member]) -> str:
+    """Say which devices hold nothing and may not be given layers, and what would help; empty if there are none."""
+    names = sorted(one.worker_id for one in members if _is_kept_out(one))
+    if not names:
+        return ""
+    are, them = ("is", "it") if len(names) == 1 else ("are", "one of them")
+    return f"{', '.join(names)} {are} cordoned: `shoal uncordon {names[0]}` would let {them} be given layers"
+
+
+def _is_kept_out(member: Member) -> bool:
+    return member.is_cordoned and member.stage is None
+
+
+def _awaited(members: Sequence[Member], num_expected: int) -> str:
     if len(members) < num_expected:
         return f"{len(members)} of {num_expected} devices have joined"
     if not members:
         return "no device has joined: start one with `shoal worker --join HOST:PORT`"
+    if all(_is_kept_out(one) for one in members):
+        return "no device may be given layers"
+    members = [one for one in members if not _is_kept_out(one)]
     loading = [one.worker_id for one in members if one.state is not WorkerState.READY]
     return f"layers are loaded by {', '.join(loading)}" if loading else "devices open links to each other"
 
@@ -39,6 +64,7 @@ def fleet_status(
     sessions: Mapping[WorkerId, WorkerSession],
     monitors: Monitors,
     relieving: Collection[WorkerId],
+    prefetch_of: Callable[[WorkerId], Prefetch],
     *,
     model: str,
     trouble: str,
@@ -59,12 +85,24 @@ def fleet_status(
         ready=bool(engine.pipelines),
         waiting_for=trouble,
         devices=[
-            device_status(one, state(one), sessions[one.worker_id], monitors[one.worker_id], engine) for one in members
+            device_status(
+                one,
+                state(one),
+                sessions[one.worker_id],
+                monitors[one.worker_id],
+                engine,
+                prefetch_of(one.worker_id),
+            )
+            for one in members
         ],
         pipelines=pipeline_statuses(fleet, engine),
         num_running=engine.num_running,
         num_waiting=engine.num_waiting,
         uptime_s=uptime_s,
+        departed=[
+            admin_pb2.DepartedDevice(worker_id=one.worker_id, why=one.why, ago_s=now - one.at, has_left=one.is_orderly)
+            for one in monitors.departures.recent(now)
+        ],
     )
 
 
@@ -100,7 +138,7 @@ def _pipeline_status(lane: Lane, now: float) -> admin_pb2.PipelineStatus:
 
 
 def device_status(
-    member: Member, state: str, session: WorkerSession, monitor: ThermalMonitor, engine: Engine
+    member: Member, state: str, session: WorkerSession, monitor: ThermalMonitor, engine: Engine, prefetch: Prefetch
 ) -> admin_pb2.DeviceStatus:
     """A worker: what it said of itself, what it holds, how it does, and how much its device is spared."""
     pace = monitor.pace()
@@ -120,6 +158,9 @@ def device_status(
         max_batch=pace.max_batch,
         steps_per_s=pace.steps_per_s,
         is_cordoned=member.is_cordoned,
+        standby_layers=[messages.layers_to_proto(layers) for layers in prefetch.layers],
+        prefetch_bytes=prefetch.num_bytes,
+        prefetched_bytes=prefetch.fetched_bytes,
     )
 
 

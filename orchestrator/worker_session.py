@@ -13,6 +13,9 @@ from shoal import messages
 from shoal.types import LayerRange, PipelineId, WorkerId
 from shoal.v1 import fleet_pb2
 
+# Why the session of a worker ended that wanted to go.
+LEFT = "it left"
+
 
 class WorkerSession:
     """One worker's Attach stream: its commands wait here until they are written."""
@@ -25,6 +28,8 @@ class WorkerSession:
         self.held = hello.held if hello.HasField("held") else None
         self.loading: fleet_pb2.LoadShard | None = None
         self.execution_provider = ""
+        # As far as it was us who ended the stream.
+        self.ended_because = ""
         self._commands: asyncio.Queue[fleet_pb2.AttachResponse | None] = asyncio.Queue()
 
     def load(self, command: fleet_pb2.LoadShard) -> None:
@@ -49,8 +54,9 @@ class WorkerSession:
     def send(self, **command: Any) -> None:
         self._commands.put_nowait(fleet_pb2.AttachResponse(**command))
 
-    def close(self) -> None:
+    def close(self, why: str = "") -> None:
         """End the stream after what was sent."""
+        self.ended_because = self.ended_because or why
         self._commands.put_nowait(None)
 
     async def next_command(self) -> fleet_pb2.AttachResponse | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -16,12 +17,19 @@ from typing import Any, ClassVar, Protocol, TypeVar, get_type_hints
 from platformdirs import user_data_path
 
 from shoal.errors import ConfigError
-from shoal.types import DeviceMode, Objective, QosClass
+from shoal.types import DeviceMode, LinkProfile, Objective, QosClass
 
 DEFAULT_PORT = 50070
 MAX_PORT = 65535
+# In the place of an orchestrator's address: look for one on the network; with :NAME behind it, for that one.
+DISCOVER = "discover"
 # An hour: more is no target of an answer.
 MAX_TARGET_MS = 3_600_000.0
+
+# As in profiles.
+MAX_DELAY_MS = 60_000.0
+MAX_RATE_MBIT_S = 1e6
+_LINK_PART = re.compile(r"^(\d+(?:\.\d+)?)(ms|mbit)$")
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
@@ -135,6 +143,10 @@ class OrchestratorConfig:
         ),
     )
 
+    discoverable: bool = field(
+        default=False,
+        metadata=_help("Let workers on this network find it by --join discover; takes the extra shoal[discovery]."),
+    )
     session_ttl_s: float = field(
         default=7 * 86400.0,
         metadata=_help("Seconds until a session that nobody uses is deleted.", above=0, at_most=10 * 365 * 86400.0),
@@ -157,7 +169,11 @@ class WorkerConfig:
     """Options of the process that computes."""
 
     join: str = field(
-        default=f"127.0.0.1:{DEFAULT_PORT}", metadata=_help("The orchestrator's address, HOST:PORT.", at_least=1)
+        default=f"127.0.0.1:{DEFAULT_PORT}",
+        metadata=_help(
+            "The orchestrator's address, HOST:PORT; discover: look on this network; discover:NAME: for that one.",
+            at_least=1,
+        ),
     )
     worker_id: str = field(default="", metadata=_help("Name in the fleet; empty: made from the device's name."))
     home: Path = field(default_factory=default_home, metadata=_help("Where downloaded weights are kept."))
@@ -174,6 +190,10 @@ class WorkerConfig:
     use_sockets: bool = field(
         default=True, metadata=_help("Plain sockets for activations where both ends have them; else gRPC alone.")
     )
+    link: str = field(
+        default="",
+        metadata=_help("Delay and rate of the emulated link, as 40ms,10mbit or one of them; empty: the profile's."),
+    )
     kv_trace: str = field(
         default="", metadata=_help("File to add what happens to each KV block to, a JSON object a line; empty: none.")
     )
@@ -189,9 +209,35 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         _check_ranges(self)
         _check_choice("mode", self.mode, ["", *(mode.value for mode in DeviceMode)])
+        parse_link(self.link)
         host, _, port = self.join.rpartition(":")
-        if not (host and port.isascii() and port.isdigit() and 1 <= int(port) <= MAX_PORT):
-            raise _refusal("join", self.join, f"HOST:PORT, with a port from 1 to {MAX_PORT}")
+        is_address = host and port.isascii() and port.isdigit() and 1 <= int(port) <= MAX_PORT
+        if not is_address and self.discovers is None:
+            raise _refusal(
+                "join", self.join, f"HOST:PORT, with a port from 1 to {MAX_PORT}, or {DISCOVER}, or {DISCOVER}:NAME"
+            )
+
+    @property
+    def discovers(self) -> str | None:
+        """The name of the orchestrator to look for on the network; empty: any. None: there is an address.
+
+        A number behind the colon is a port, of a host of that name.
+        """
+        word, colon, name = self.join.partition(":")
+        if word != DISCOVER or (colon and (not name or name.isdigit())):
+            return None
+        return name
+
+
+def parse_link(text: str) -> LinkProfile | None:
+    """Read delay and rate of an emulated link, as 40ms,10mbit or one of them; None: nothing is said. Raises ConfigError."""
+    if not text:
+        return None
+    found = {unit: value for part in text.split(",") for value, unit in _LINK_PART.findall(part.strip())}
+    link = LinkProfile(delay_ms=float(found.get("ms", 0.0)), rate_mbit_s=float(found.get("mbit", 0.0)))
+    if len(found) != len(text.split(",")) or link.delay_ms > MAX_DELAY_MS or link.rate_mbit_s > MAX_RATE_MBIT_S:
+        raise _refusal("link", text, "as 40ms,10mbit, or one of them: up to a minute, and up to 1000000 Mbit/s")
+    return link
 
 
 def options(cls: type[Config]) -> list[Option]:
@@ -213,6 +259,7 @@ def options(cls: type[Config]) -> list[Option]:
 def from_environment(cls: type[C], overrides: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> C:
     """Build a configuration; an override that is None counts as not given, an empty variable as not set.
 
+    A variable with _FILE behind its name says which file has the value: for what is secret, as container engines mount it.
     Raises ConfigError that names the flag or the variable, its value and what is allowed.
     """
     values: dict[str, Any] = {}
@@ -220,12 +267,25 @@ def from_environment(cls: type[C], overrides: Mapping[str, object], environ: Map
         override = overrides.get(option.name)
         if override is not None:
             values[option.name] = _checked(option, override)
-        elif environ.get(option.env):
-            values[option.name] = _parsed(option, environ[option.env])
+        elif text := environ.get(option.env) or _read_file(option.env + "_FILE", environ):
+            values[option.name] = _parsed(option, text)
     unknown = overrides.keys() - {option.name for option in options(cls)}
     if unknown:
         raise ConfigError(f"{', '.join(sorted(unknown))}: not an option of {cls.__name__}")
     return cls(**values)
+
+
+def _read_file(variable: str, environ: Mapping[str, str]) -> str:
+    """The content of the file that a variable names, without the end of its last line; empty if there is no variable."""
+    path = environ.get(variable)
+    if not path:
+        return ""
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{variable}: {path} cannot be read ({error}); it must be a text file with the value"
+        ) from error
 
 
 def _flag(name: str) -> str:

@@ -41,11 +41,17 @@ async def _run(main: Callable[[asyncio.Event], Awaitable[None]], stop_on_stdin_e
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     if stop_on_stdin_eof:
-        loop.add_reader(sys.stdin.fileno(), _on_stdin, loop, stopping)
+        when_stdin_ends(stopping.set)
     await main(stopping)
 
 
-def _on_stdin(loop: asyncio.AbstractEventLoop, stopping: asyncio.Event) -> None:
-    if not os.read(sys.stdin.fileno(), 4096):
-        loop.remove_reader(sys.stdin.fileno())
-        stopping.set()
+def when_stdin_ends(call: Callable[[], None]) -> None:
+    """Have the running event loop call this once standard input has ended: whoever held its other end is gone."""
+    loop, number = asyncio.get_running_loop(), sys.stdin.fileno()
+
+    def read() -> None:
+        if not os.read(number, 4096):
+            loop.remove_reader(number)
+            call()
+
+    loop.add_reader(number, read)

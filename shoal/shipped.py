@@ -6,7 +6,9 @@ Device profiles, workloads and traces are such files. Knows nothing of what is i
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -40,8 +42,8 @@ class Shipped:
             return str(entry), entry.read_text(encoding="utf-8")
         except FileNotFoundError as error:
             raise ConfigError(
-                f"there is no {self.what} {name_or_path!r}; shipped are {', '.join(self.names())}, or give the path of a "
-                f"{self.suffix} file",
+                f"there is no {self.what} {name_or_path!r}{meant(name_or_path, self.names())}; shipped are "
+                f"{', '.join(self.names())}, or give the path of a {self.suffix} file",
                 field=self.field,
             ) from error
         except (OSError, UnicodeDecodeError) as error:
@@ -49,3 +51,9 @@ class Shipped:
 
     def _place(self) -> Traversable:
         return files(self.package).joinpath(*self.folder)
+
+
+def meant(name: str, names: Iterable[str]) -> str:
+    """Ask for the name that somebody may have meant, to go behind the one that there is not; empty: none is like it."""
+    close = get_close_matches(name.lower(), names, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""

@@ -11,9 +11,11 @@ import socket
 import sys
 from typing import Final
 
-# Silent for so long, a peer is asked whether it is there, once; its system answers, whatever its threads do.
+# Silent for so long, a peer is asked whether it is there; its system answers, whatever its threads do. One question or
+# answer of a hundred may get lost on a bad link: only several in a row tell.
 IDLE_S: Final = 1
 ANSWER_S: Final = 1
+NUM_QUESTIONS: Final = 3
 
 
 def tune(connection: socket.socket) -> None:
@@ -23,4 +25,4 @@ def tune(connection: socket.socket) -> None:
     if sys.platform == "linux":
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, ANSWER_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, NUM_QUESTIONS)

@@ -20,7 +20,8 @@ class DeviceStatus:
     a decode step, at first 0. thermal_state: nominal, moderate, hot or critical; thermal_cause: what brought it there.
     max_batch, steps_per_s: what it may do in that state (steps_per_s 0: no limit). host_kv_bytes, kv_policy: what it sets
     apart for KV blocks, and how precisely it keeps them; telemetry.kv_tiers says what is there. is_cordoned: it is given no
-    layers until an operator lets it.
+    layers until an operator lets it. standby_layers: what it would take over, on standby; prefetched_bytes: what it has of
+    the prefetch_bytes of their weights.
     """
 
     worker_id: str
@@ -45,6 +46,9 @@ class DeviceStatus:
     host_kv_bytes: int = 0
     kv_policy: KVPolicy = KVPolicy.EXACT
     is_cordoned: bool = False
+    standby_layers: tuple[LayerRange, ...] = ()
+    prefetch_bytes: int = 0
+    prefetched_bytes: int = 0
 
     @property
     def used_bytes(self) -> int:
@@ -81,8 +85,21 @@ class PipelineStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class DepartedDevice:
+    """A device that is gone since ago_s. why: as in "no heartbeat for 5 s". has_left: it wanted to; else it was lost."""
+
+    worker_id: str
+    why: str
+    ago_s: float
+    has_left: bool
+
+
+@dataclass(frozen=True, slots=True)
 class FleetStatus:
-    """An orchestrator and its devices. ready: some pipeline serves. waiting_for: what is missing while none does."""
+    """An orchestrator and its devices. ready: some pipeline serves. waiting_for: what is missing while none does.
+
+    departed: devices that went within the last ten minutes and have not come back, the latest first.
+    """
 
     version: str
     model: str
@@ -93,6 +110,7 @@ class FleetStatus:
     num_running: int
     num_waiting: int
     uptime_s: float
+    departed: tuple[DepartedDevice, ...] = ()
 
     @property
     def pipeline(self) -> PipelineStatus | None:
@@ -146,6 +164,7 @@ def status_from_proto(message: admin_pb2.GetStatusResponse) -> FleetStatus:
         num_running=message.num_running,
         num_waiting=message.num_waiting,
         uptime_s=message.uptime_s,
+        departed=tuple(DepartedDevice(one.worker_id, one.why, one.ago_s, one.has_left) for one in message.departed),
     )
 
 
@@ -185,6 +204,9 @@ def _device(message: admin_pb2.DeviceStatus) -> DeviceStatus:
         host_kv_bytes=profile.host_kv_bytes,
         kv_policy=profile.kv_policy,
         is_cordoned=message.is_cordoned,
+        standby_layers=tuple(LayerRange(one.start, one.stop) for one in message.standby_layers),
+        prefetch_bytes=message.prefetch_bytes,
+        prefetched_bytes=message.prefetched_bytes,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
 import socket
 import time
@@ -37,7 +38,7 @@ from worker.probing import PROBES, EchoCame
 from worker.profiling import ShapeMeasured
 from worker.session import runtime_summary
 from worker.surveying import Survey
-from worker.telemetry import telemetry_of
+from worker.telemetry import machine_id, telemetry_of
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,8 @@ class Agent:
         self._telemetry = telemetry_of(profile, self._compute.emulated, time.monotonic())
         self._told_reason = ""
         self._is_leaving = False
+        self._alone_since = time.monotonic()
+        self._linger_s = math.inf
 
     def _notify(self, event: commands.Event) -> None:
         # A thread may still tell something when the event loop has ended: nobody wants to know.
@@ -121,6 +124,11 @@ class Agent:
             if self._is_leaving:
                 logger.info("left worker=%s", self._worker_id)
 
+    def abandon(self, linger_s: float) -> None:
+        """Nobody looks after this worker any more: it ends by itself once it has had no orchestrator for so long."""
+        logger.info("abandoned linger_s=%g", linger_s)
+        self._linger_s = linger_s
+
     async def _leave(self, membership: asyncio.Task[None]) -> None:
         """Let running answers end, as long as the orchestrator wants us to and LEAVE_TIMEOUT_S allows."""
         self._is_leaving = True
@@ -145,7 +153,11 @@ class Agent:
                 return
             if self._lifecycle.state is not WorkerState.DIALING:
                 attempt = 0
+                self._alone_since = time.monotonic()
                 self._lifecycle.move_to(WorkerState.DIALING)
+            if time.monotonic() - self._alone_since > self._linger_s:
+                logger.info("gave_up alone_s=%g", self._linger_s)
+                return
             await asyncio.sleep(BACKOFF_S[min(attempt, len(BACKOFF_S) - 1)])
             attempt += 1
 
@@ -162,7 +174,8 @@ class Agent:
             grpc.aio.insecure_channel(join, options=rpc.BULK_OPTIONS) as bulk,
         ):
             self._events = asyncio.Queue()
-            self._report(hello=self._hello())
+            # A resolver that does not answer holds up its caller for many seconds.
+            self._report(hello=self._hello(await asyncio.to_thread(self._dialer.advertised_host)))
             stub = fleet_pb2_grpc.FleetServiceStub(bulk)
             call = fleet_pb2_grpc.FleetServiceStub(channel).Attach(self._requests(self._events))
             responses = aiter(call)
@@ -197,9 +210,8 @@ class Agent:
         self._events.put_nowait(None)
         call.cancel()
 
-    def _hello(self) -> fleet_pb2.Hello:
+    def _hello(self, host: str) -> fleet_pb2.Hello:
         flow_port, socket_port = self._ports
-        host = self._dialer.advertised_host()
         summary = runtime_summary()
         return fleet_pb2.Hello(
             protocol_version=PROTOCOL_VERSION,
@@ -214,7 +226,9 @@ class Agent:
             flow_address=f"{host}:{flow_port}" if flow_port else "",
             socket_address=f"{host}:{socket_port}" if socket_port else "",
             times=self._survey.known_times(),
+            links=self._survey.known_links(),
             held=self._holding.held,
+            machine_id=machine_id(),
         )
 
     async def _open_uplink(self, channel: grpc.aio.Channel, welcome: fleet_pb2.Welcome) -> None:
@@ -241,6 +255,10 @@ class Agent:
                 current = self._holding.current_of(response.open_links.pipeline_id, response.open_links.epoch)
                 if current is not None:
                     self._start(self._open_links(current))
+            case "prefetch_blobs":
+                self._holding.prefetch(
+                    response.prefetch_blobs, stub, self._start, lambda had: self._report(blob_prefetched=had)
+                )
             case "unload_shard":
                 self._unload(response.unload_shard.epoch)
             case command:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 
@@ -16,12 +17,18 @@ import grpc
 
 from shoal import rpc
 from shoal.config import WorkerConfig
+from shoal.errors import ConnectionFailed
 from shoal.types import PROTOCOL_VERSION, DeviceProfile, LinkProfile
 from shoal.v1 import fleet_pb2, flow_pb2
 from worker.emulation import LinkShaper
 from worker.links import DelayLine, GrpcLink, Link, SocketLink, dial, read_shaped, run_grpc_link, shaped
 
 DIAL_TIMEOUT_S = 2.0
+# The system of a peer that can be reached answers a dial, whatever its processes do, within milliseconds across a home; a
+# dial that was lost is tried again after a second, which is not waited for.
+PEER_TIMEOUT_S = 0.5
+# So long is waited for a peer that was silent the last time: a pipeline that comes up in mid-answer waits, too.
+SILENT_TIMEOUT_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +49,7 @@ class Dialer:
     """Opens the links of one worker; `deliver` takes frames that come in, from any thread.
 
     uplink_kind: of the latest link to the orchestrator.
+    Invariant: `_silent` are the peers, by host, whose socket did not answer the latest dial: no word, not even a refusal.
     """
 
     def __init__(
@@ -58,15 +66,22 @@ class Dialer:
         self._incarnation = incarnation
         self._deliver = deliver
         self.uplink_kind = ""
+        self._silent: set[tuple[str, str]] = set()
         self._is_shaped = profile.link != LinkProfile()
 
     def advertised_host(self) -> str:
-        """The address peers can dial: our own, or, when we listen on all, the one that leads to the orchestrator."""
+        """The address peers can dial: our own, or, when we listen on all, the one that leads to the orchestrator.
+
+        Raises ConnectionFailed where nothing leads there.
+        """
         if self._config.host not in ("0.0.0.0", "::"):
             return self._config.host
         host, _, port = self._config.join.rpartition(":")
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, int(port)))  # sends nothing: only asks for the route
+            try:
+                probe.connect((host, int(port)))  # sends nothing: only asks for the route
+            except OSError as error:
+                raise ConnectionFailed(f"no way leads to {self._config.join}: {error.strerror}") from error
             return str(probe.getsockname()[0])
 
     async def open_uplink(
@@ -106,10 +121,22 @@ class Dialer:
             return None
         hello = self._hello(pipeline_id, token)
         if self._config.use_sockets and peer.socket_address:
-            link = await dial(peer.socket_address, hello, DIAL_TIMEOUT_S)
+            link = await self._dial_peer(peer, hello)
             if link is not None:
                 return Opened(shaped(link, self._profile.link), connection=link.connection)
+            if _host(peer) in self._silent:
+                return None  # Its other port would be as silent.
         return await self._reach_by_grpc(peer.flow_address, hello, on_frame) if peer.flow_address else None
+
+    async def _dial_peer(self, peer: fleet_pb2.StageAddress, hello: flow_pb2.Frame) -> SocketLink | None:
+        """None if it cannot be reached, which is remembered if it did not even refuse."""
+        timeout_s = SILENT_TIMEOUT_S if _host(peer) in self._silent else PEER_TIMEOUT_S
+        began = time.monotonic()
+        link = await dial(peer.socket_address, hello, timeout_s)
+        self._silent.discard(_host(peer))
+        if link is None and time.monotonic() - began >= timeout_s:
+            self._silent.add(_host(peer))
+        return link
 
     async def _reach_by_grpc(
         self, address: str, hello: flow_pb2.Frame, on_frame: Callable[[flow_pb2.Frame], None]
@@ -140,3 +167,8 @@ class Dialer:
             link_token=token,
         )
         return flow_pb2.Frame(pipeline_id=pipeline_id, link_hello=hello)
+
+
+def _host(peer: fleet_pb2.StageAddress) -> tuple[str, str]:
+    """Who is where: several workers of one host are several peers."""
+    return peer.worker_id, peer.socket_address.rpartition(":")[0]

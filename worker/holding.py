@@ -1,4 +1,4 @@
-"""The shard that a worker was told to hold: its blobs, its place in a pipeline, and how long it is kept.
+"""The shard that a worker was told to hold, how long it is kept, and the blobs of what it may be told to hold next.
 
 The same shard in another epoch is not loaded anew: the stage goes on, with what its slots hold. So is one whose orchestrator
 was lost, if that one, or the next, asks for it again within KEEP_S. Lives on the event loop; the compute thread loads, and
@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
+from functools import partial
 
 import grpc
 
@@ -28,11 +30,16 @@ logger = logging.getLogger(__name__)
 
 # An orchestrator that was killed is started again within seconds; beyond that its clients have given up.
 KEEP_S = 30.0
+# Blobs that are not needed yet: after each chunk a rest of so many times what it took, and so long at least. What serves has
+# three quarters of a slow link to itself, and a fast one carries 6 MB/s, which is a twentieth of the orchestrator's time.
+REST = 3.0
+MIN_REST_S = 0.005
 
 
 class Holding:
     """Invariants: `command` is the newest LoadShard, None without a shard; links may be opened with its token and no other,
-    and with none while it is kept; only the latest loading task touches the blob cache.
+    and with none while it is kept; only the latest task touches the blob cache, and it prefetches only while no shard is in
+    use.
     """
 
     def __init__(
@@ -57,6 +64,7 @@ class Holding:
         self._spec: StageSpec | None = None
         self._is_loaded = False
         self._loading: asyncio.Task[None] | None = None
+        self._prefetching: asyncio.Task[None] | None = None
         self._keeping: asyncio.TimerHandle | None = None
 
     @property
@@ -104,7 +112,8 @@ class Holding:
     ) -> None:
         """Hold another shard, or the same in another epoch. start: runs a task as long as the worker is attached."""
         spec = _spec_of(command)
-        earlier = self._loading
+        earlier = self._under_way()
+        self._stop_prefetching()
         if self._spec is not None and self._spec.is_same_shard(spec):
             self._stop_waiting()
         else:
@@ -112,6 +121,20 @@ class Holding:
         self.command, self._spec = command, spec
         self._tokens[command.pipeline_id] = command.link_token
         self._loading = start(self._load(command, spec, stub, earlier))
+
+    def prefetch(
+        self,
+        command: fleet_pb2.PrefetchBlobs,
+        stub: fleet_pb2_grpc.FleetServiceStub,
+        start: Callable[[Coroutine[None, None, None]], asyncio.Task[None]],
+        report: Callable[[fleet_pb2.BlobPrefetched], None],
+    ) -> None:
+        """Fetch blobs at leisure, in place of those asked for before, and report each; not while a shard is in use."""
+        if self.command is not None and not self.is_kept:
+            return
+        earlier = self._under_way()
+        self._stop_prefetching()
+        self._prefetching = start(self._prefetch(command, stub, earlier, report))
 
     def loaded(self) -> None:
         """The compute thread has loaded it."""
@@ -144,6 +167,14 @@ class Holding:
         logger.info("shard_given_up: nobody asked for it within %g s", KEEP_S)
         self.drop()
 
+    def _under_way(self) -> set[asyncio.Task[None]]:
+        """Who may be fetching now, whether or not it was told to end."""
+        return {task for task in (self._loading, self._prefetching) if task is not None}
+
+    def _stop_prefetching(self) -> None:
+        if self._prefetching is not None:
+            self._prefetching.cancel()
+
     def _stop_waiting(self) -> None:
         """Neither load what was asked for before, nor end what is kept."""
         if self._loading is not None:
@@ -157,29 +188,57 @@ class Holding:
         command: fleet_pb2.LoadShard,
         spec: StageSpec,
         stub: fleet_pb2_grpc.FleetServiceStub,
-        earlier: asyncio.Task[None] | None,
+        earlier: set[asyncio.Task[None]],
     ) -> None:
-        if earlier is not None:
-            await asyncio.wait({earlier})
-
-        async def fetch(digest: str, offset: int) -> AsyncIterator[bytes]:
-            async for response in stub.FetchBlob(fleet_pb2.FetchBlobRequest(digest=digest, offset=offset)):
-                yield response.chunk
-
+        if earlier:
+            await asyncio.wait(earlier)
         try:
             if not self._is_loaded:
                 kv_bytes = spec.shape.kv_tokens * spec.shape.kv_bytes_per_token
                 need = need_bytes(self.weight_bytes, kv_bytes)
                 check_fits(self._profile, need, f"{self._worker_id}: layers of {command.pipeline_id}")
-                fetched_bytes = await self._blobs.ensure(command.blobs, fetch)
+                fetched_bytes = await self._blobs.ensure(command.blobs, partial(_fetch, stub))
                 logger.info("blobs_ready pipeline=%s fetched_bytes=%d", command.pipeline_id, fetched_bytes)
             self._post(LoadStage(spec, command.graph, self._blobs.directory))
-        except grpc.RpcError as error:
-            self._on_failed(StageFailed(spec, rpc.error_from_rpc(error, self._join)))
-        except OSError as error:
-            self._on_failed(StageFailed(spec, _cache_fault(error)))
-        except ShoalError as error:
-            self._on_failed(StageFailed(spec, error))
+        except (grpc.RpcError, OSError, ShoalError) as error:
+            self._on_failed(StageFailed(spec, self._fault(error)))
+
+    async def _prefetch(
+        self,
+        command: fleet_pb2.PrefetchBlobs,
+        stub: fleet_pb2_grpc.FleetServiceStub,
+        earlier: set[asyncio.Task[None]],
+        report: Callable[[fleet_pb2.BlobPrefetched], None],
+    ) -> None:
+        if earlier:
+            await asyncio.wait(earlier)
+        try:
+            for blob in command.blobs:
+                await self._blobs.ensure([blob], lambda digest, offset: _at_leisure(_fetch(stub, digest, offset)))
+                report(fleet_pb2.BlobPrefetched(digest=blob.digest))
+        except (grpc.RpcError, OSError, ShoalError) as error:
+            fault = self._fault(error)
+            report(fleet_pb2.BlobPrefetched(reason=fault.reason, message=fault.message))
+
+    def _fault(self, error: grpc.RpcError | OSError | ShoalError) -> ShoalError:
+        """What kept blobs from being fetched."""
+        if isinstance(error, ShoalError):
+            return error
+        return _cache_fault(error) if isinstance(error, OSError) else rpc.error_from_rpc(error, self._join)
+
+
+async def _fetch(stub: fleet_pb2_grpc.FleetServiceStub, digest: str, offset: int) -> AsyncIterator[bytes]:
+    async for response in stub.FetchBlob(fleet_pb2.FetchBlobRequest(digest=digest, offset=offset)):
+        yield response.chunk
+
+
+async def _at_leisure(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    asked_at = time.monotonic()
+    async for chunk in chunks:
+        took_s = time.monotonic() - asked_at
+        yield chunk
+        await asyncio.sleep(max(REST * took_s, MIN_REST_S))
+        asked_at = time.monotonic()
 
 
 def _spec_of(command: fleet_pb2.LoadShard) -> StageSpec:

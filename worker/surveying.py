@@ -59,10 +59,15 @@ class Survey:
         self._start = start
         self._uplink = UplinkEcho(lambda num_bytes: post(SendEcho(num_bytes)))
         self._probing: asyncio.Task[None] | None = None
+        self._links: dict[str, fleet_pb2.LinkFigures] = {}
 
     def known_times(self) -> list[fleet_pb2.DeviceTimes]:
         """What was measured earlier, for the Hello."""
         return [times_of_device(times, self._profile) for times in self._known.all(time.time())]
+
+    def known_links(self) -> list[fleet_pb2.LinkFigures]:
+        """Each link as it was measured last, for the Hello."""
+        return list(self._links.values())
 
     def obey(self, response: fleet_pb2.AttachResponse, *, is_free: bool) -> bool:
         """Act on a command if it is one of ours; is_free: the worker holds no shard."""
@@ -128,6 +133,7 @@ class Survey:
                 links += [figures] if figures is not None else []
         except ConnectionFailed:
             pass  # What was measured before counts.
+        self._links |= {one.worker_id: one for one in links}
         self._report(links_probed=fleet_pb2.LinksProbed(links=links))
 
     async def _probe_peer(self, peer: fleet_pb2.StageAddress, token: bytes) -> fleet_pb2.LinkFigures | None:

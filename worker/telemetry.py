@@ -6,8 +6,10 @@ serves without it. Decides nothing: limits are the orchestrator's. Called by the
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import psutil
@@ -22,6 +24,17 @@ LOAD_WINDOW_S = 0.5
 PROCESSOR_CHIPS = ("coretemp", "k10temp", "zenpower", "cpu", "soc", "tsens", "x86_pkg", "acpitz")
 # What sensors without a value report is outside.
 PLAUSIBLE_C = (1.0, 125.0)
+
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def machine_id(boot_id: Path = BOOT_ID) -> str:
+    """What all processes of this machine have in common until it is started anew, containers too; empty: not known."""
+    try:
+        return hashlib.sha256(b"shoal machine\0" + boot_id.read_bytes().strip()).hexdigest()[:16]
+    except OSError:
+        return ""
 
 
 class TelemetrySource(Protocol):

@@ -93,11 +93,12 @@ class Fleet:
     - is_ready(a pipeline) exactly if its placement is in force and each of its stages is held by a READY member.
     """
 
-    def __init__(self, *, lease_s: float) -> None:
+    def __init__(self, *, lease_s: float, cordoned: Iterable[WorkerId] = ()) -> None:
+        """cordoned: names of devices that are to be given no layers, whenever they come."""
         self.lease_s = lease_s
         self._members: dict[WorkerId, Member] = {}
         self._placed: dict[PipelineId, Placed] = {}
-        self._cordoned: set[WorkerId] = set()
+        self._cordoned = set(cordoned)
         self._epoch = 0
 
     @property
@@ -117,6 +118,14 @@ class Fleet:
         placed = self._placed.get(pipeline_id)
         return placed is not None and placed.epoch == epoch
 
+    def pipeline_of(self, worker_id: WorkerId) -> PipelineId | None:
+        """The pipeline whose placement names a worker, be it a member or lost."""
+        return next((one.pipeline_id for one in self.placements if worker_id in one.worker_ids), None)
+
+    def is_stage(self, worker_id: WorkerId, pipeline_id: PipelineId, epoch: int) -> bool:
+        """Whether a worker may speak for a pipeline: it is one of its stages, and the placement is in force."""
+        return self.is_current(pipeline_id, epoch) and self.pipeline_of(worker_id) == pipeline_id
+
     def is_ready(self, pipeline_id: PipelineId) -> bool:
         """Whether a whole pipeline can serve; false as soon as one of its workers drains or is lost."""
         placed = self._placed.get(pipeline_id)
@@ -129,12 +138,12 @@ class Fleet:
     def members(self) -> tuple[Member, ...]:
         return tuple(self._members.values())
 
-    def placeable(self) -> tuple[tuple[WorkerId, DeviceProfile], ...]:
-        """The members that a placement may use: all that neither drain nor are cordoned."""
+    def placeable(self, *, with_cordoned: bool = False) -> tuple[tuple[WorkerId, DeviceProfile], ...]:
+        """The members that a placement may use: all that neither drain nor are cordoned, or with those that are."""
         return tuple(
             (one.worker_id, one.profile)
             for one in self._members.values()
-            if one.state in PLACEABLE and not one.is_cordoned
+            if one.state in PLACEABLE and (with_cordoned or not one.is_cordoned)
         )
 
     def profiles(self) -> tuple[tuple[WorkerId, DeviceProfile], ...]:

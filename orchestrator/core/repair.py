@@ -1,16 +1,16 @@
-"""Decides who takes the place of a lost stage: same cuts, same pipeline, another device.
+"""Decides who takes the place of a lost stage, or would: same cuts, same pipeline, another device.
 
-A pure function. Making layers cut anew is `grouping`'s, which is asked where nobody can take the stage as it is.
+Pure functions. Making layers cut anew is `grouping`'s, which is asked where nobody can take the stage as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from orchestrator.core.figures import DeviceFigures, FleetFigures
 from orchestrator.core.footprint import ModelFootprint
-from orchestrator.core.placement import Placement
+from orchestrator.core.placement import Placement, Stage
 from shoal.types import WorkerId
 
 
@@ -44,3 +44,16 @@ def repair(
         return None
     chosen = replace(stage, worker_id=min(able, key=rank).worker_id)
     return replace(placement, stages=(*placement.stages[:index], chosen, *placement.stages[index + 1 :]))
+
+
+def takers(
+    model: ModelFootprint, placements: Iterable[Placement], free: Sequence[WorkerId], fleet: FleetFigures
+) -> dict[WorkerId, list[Stage]]:
+    """The stages that each of the free workers would take, should one device be lost, whichever that is."""
+    taken: dict[WorkerId, list[Stage]] = {}
+    for placement in placements:
+        for index, stage in enumerate(placement.stages):
+            repaired = repair(model, placement, stage.worker_id, free, fleet)
+            if repaired is not None:
+                taken.setdefault(repaired.worker_ids[index], []).append(stage)
+    return taken

@@ -169,6 +169,7 @@ class TenantHeap:
     def discard(self, tenant: str) -> None:
         if self._live.pop(tenant, None) is not None:
             self._ledger.unfollow(tenant, self)
+            self._forget_dead()
 
     def on_lowered(self, tenant: str) -> None:
         self._push(tenant)
@@ -190,6 +191,10 @@ class TenantHeap:
         self._num_entries += 1
         self._live[tenant] = self._num_entries
         heapq.heappush(self._entries, (self._ledger.counter(tenant), self._num_entries, tenant))
+        self._forget_dead()
+
+    def _forget_dead(self) -> None:
+        """Keep the dead entries from becoming more than the others by much."""
         if len(self._entries) > 2 * len(self._live) + HEAP_SLACK:
             self._entries = [entry for entry in self._entries if self._live.get(entry[2]) == entry[1]]
             heapq.heapify(self._entries)
@@ -198,4 +203,4 @@ class TenantHeap:
         live = {tenant: counter for counter, number, tenant in self._entries if self._live.get(tenant) == number}
         assert live.keys() == self._live.keys()
         assert all(counter <= self._ledger.counter(tenant) for tenant, counter in live.items())
-        assert len(self._entries) <= 2 * len(self._live) + HEAP_SLACK + 1
+        assert len(self._entries) <= 2 * len(self._live) + HEAP_SLACK

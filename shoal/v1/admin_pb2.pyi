@@ -70,7 +70,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("version", "model", "ready", "waiting_for", "devices", "pipelines", "num_running", "num_waiting", "uptime_s")
+    __slots__ = ("version", "model", "ready", "waiting_for", "devices", "pipelines", "num_running", "num_waiting", "uptime_s", "departed")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -80,6 +80,7 @@ class GetStatusResponse(_message.Message):
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    DEPARTED_FIELD_NUMBER: _ClassVar[int]
     version: str
     model: str
     ready: bool
@@ -89,10 +90,23 @@ class GetStatusResponse(_message.Message):
     num_running: int
     num_waiting: int
     uptime_s: float
-    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., ready: _Optional[bool] = ..., waiting_for: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[DeviceStatus, _Mapping]]] = ..., pipelines: _Optional[_Iterable[_Union[PipelineStatus, _Mapping]]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., uptime_s: _Optional[float] = ...) -> None: ...
+    departed: _containers.RepeatedCompositeFieldContainer[DepartedDevice]
+    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., ready: _Optional[bool] = ..., waiting_for: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[DeviceStatus, _Mapping]]] = ..., pipelines: _Optional[_Iterable[_Union[PipelineStatus, _Mapping]]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., uptime_s: _Optional[float] = ..., departed: _Optional[_Iterable[_Union[DepartedDevice, _Mapping]]] = ...) -> None: ...
+
+class DepartedDevice(_message.Message):
+    __slots__ = ("worker_id", "why", "ago_s", "has_left")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    AGO_S_FIELD_NUMBER: _ClassVar[int]
+    HAS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    why: str
+    ago_s: float
+    has_left: bool
+    def __init__(self, worker_id: _Optional[str] = ..., why: _Optional[str] = ..., ago_s: _Optional[float] = ..., has_left: _Optional[bool] = ...) -> None: ...
 
 class DeviceStatus(_message.Message):
-    __slots__ = ("worker_id", "profile", "runtime", "state", "layers", "telemetry", "link_to_next", "decode_ms", "execution_provider", "pipeline_id", "thermal_state", "thermal_cause", "max_batch", "steps_per_s", "is_cordoned")
+    __slots__ = ("worker_id", "profile", "runtime", "state", "layers", "telemetry", "link_to_next", "decode_ms", "execution_provider", "pipeline_id", "thermal_state", "thermal_cause", "max_batch", "steps_per_s", "is_cordoned", "standby_layers", "prefetch_bytes", "prefetched_bytes")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     PROFILE_FIELD_NUMBER: _ClassVar[int]
     RUNTIME_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +122,9 @@ class DeviceStatus(_message.Message):
     MAX_BATCH_FIELD_NUMBER: _ClassVar[int]
     STEPS_PER_S_FIELD_NUMBER: _ClassVar[int]
     IS_CORDONED_FIELD_NUMBER: _ClassVar[int]
+    STANDBY_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PREFETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     profile: _fleet_pb2.DeviceProfile
     runtime: _fleet_pb2.RuntimeSummary
@@ -123,7 +140,10 @@ class DeviceStatus(_message.Message):
     max_batch: int
     steps_per_s: float
     is_cordoned: bool
-    def __init__(self, worker_id: _Optional[str] = ..., profile: _Optional[_Union[_fleet_pb2.DeviceProfile, _Mapping]] = ..., runtime: _Optional[_Union[_fleet_pb2.RuntimeSummary, _Mapping]] = ..., state: _Optional[str] = ..., layers: _Optional[_Union[_types_pb2.LayerRange, _Mapping]] = ..., telemetry: _Optional[_Union[_fleet_pb2.Telemetry, _Mapping]] = ..., link_to_next: _Optional[str] = ..., decode_ms: _Optional[float] = ..., execution_provider: _Optional[str] = ..., pipeline_id: _Optional[str] = ..., thermal_state: _Optional[str] = ..., thermal_cause: _Optional[str] = ..., max_batch: _Optional[int] = ..., steps_per_s: _Optional[float] = ..., is_cordoned: _Optional[bool] = ...) -> None: ...
+    standby_layers: _containers.RepeatedCompositeFieldContainer[_types_pb2.LayerRange]
+    prefetch_bytes: int
+    prefetched_bytes: int
+    def __init__(self, worker_id: _Optional[str] = ..., profile: _Optional[_Union[_fleet_pb2.DeviceProfile, _Mapping]] = ..., runtime: _Optional[_Union[_fleet_pb2.RuntimeSummary, _Mapping]] = ..., state: _Optional[str] = ..., layers: _Optional[_Union[_types_pb2.LayerRange, _Mapping]] = ..., telemetry: _Optional[_Union[_fleet_pb2.Telemetry, _Mapping]] = ..., link_to_next: _Optional[str] = ..., decode_ms: _Optional[float] = ..., execution_provider: _Optional[str] = ..., pipeline_id: _Optional[str] = ..., thermal_state: _Optional[str] = ..., thermal_cause: _Optional[str] = ..., max_batch: _Optional[int] = ..., steps_per_s: _Optional[float] = ..., is_cordoned: _Optional[bool] = ..., standby_layers: _Optional[_Iterable[_Union[_types_pb2.LayerRange, _Mapping]]] = ..., prefetch_bytes: _Optional[int] = ..., prefetched_bytes: _Optional[int] = ...) -> None: ...
 
 class PipelineStatus(_message.Message):
     __slots__ = ("pipeline_id", "epoch", "num_slots", "used_slots", "kv_tokens", "used_kv_tokens", "context_tokens", "decode_tokens_per_s", "prefill_tokens_per_s", "hop_ms", "completion_tokens_total", "prompt_tokens_total", "mode", "num_running", "num_waiting", "max_batch", "steps_per_s", "worker_ids")

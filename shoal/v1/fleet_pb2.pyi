@@ -20,7 +20,7 @@ DEVICE_MODE_LATENCY: DeviceMode
 DEVICE_MODE_THROUGHPUT: DeviceMode
 
 class AttachRequest(_message.Message):
-    __slots__ = ("hello", "heartbeat", "shard_loaded", "shard_failed", "links_opened", "link_failed", "leaving", "measured", "links_probed")
+    __slots__ = ("hello", "heartbeat", "shard_loaded", "shard_failed", "links_opened", "link_failed", "leaving", "measured", "links_probed", "blob_prefetched")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     SHARD_LOADED_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class AttachRequest(_message.Message):
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     MEASURED_FIELD_NUMBER: _ClassVar[int]
     LINKS_PROBED_FIELD_NUMBER: _ClassVar[int]
+    BLOB_PREFETCHED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     heartbeat: Heartbeat
     shard_loaded: ShardLoaded
@@ -39,23 +40,26 @@ class AttachRequest(_message.Message):
     leaving: Leaving
     measured: Measured
     links_probed: LinksProbed
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., shard_loaded: _Optional[_Union[ShardLoaded, _Mapping]] = ..., shard_failed: _Optional[_Union[ShardFailed, _Mapping]] = ..., links_opened: _Optional[_Union[LinksOpened, _Mapping]] = ..., link_failed: _Optional[_Union[LinkFailed, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., measured: _Optional[_Union[Measured, _Mapping]] = ..., links_probed: _Optional[_Union[LinksProbed, _Mapping]] = ...) -> None: ...
+    blob_prefetched: BlobPrefetched
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., shard_loaded: _Optional[_Union[ShardLoaded, _Mapping]] = ..., shard_failed: _Optional[_Union[ShardFailed, _Mapping]] = ..., links_opened: _Optional[_Union[LinksOpened, _Mapping]] = ..., link_failed: _Optional[_Union[LinkFailed, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., measured: _Optional[_Union[Measured, _Mapping]] = ..., links_probed: _Optional[_Union[LinksProbed, _Mapping]] = ..., blob_prefetched: _Optional[_Union[BlobPrefetched, _Mapping]] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("welcome", "load_shard", "open_links", "unload_shard", "measure", "probe_links")
+    __slots__ = ("welcome", "load_shard", "open_links", "unload_shard", "measure", "probe_links", "prefetch_blobs")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     LOAD_SHARD_FIELD_NUMBER: _ClassVar[int]
     OPEN_LINKS_FIELD_NUMBER: _ClassVar[int]
     UNLOAD_SHARD_FIELD_NUMBER: _ClassVar[int]
     MEASURE_FIELD_NUMBER: _ClassVar[int]
     PROBE_LINKS_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_BLOBS_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     load_shard: LoadShard
     open_links: OpenLinks
     unload_shard: UnloadShard
     measure: Measure
     probe_links: ProbeLinks
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., load_shard: _Optional[_Union[LoadShard, _Mapping]] = ..., open_links: _Optional[_Union[OpenLinks, _Mapping]] = ..., unload_shard: _Optional[_Union[UnloadShard, _Mapping]] = ..., measure: _Optional[_Union[Measure, _Mapping]] = ..., probe_links: _Optional[_Union[ProbeLinks, _Mapping]] = ...) -> None: ...
+    prefetch_blobs: PrefetchBlobs
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., load_shard: _Optional[_Union[LoadShard, _Mapping]] = ..., open_links: _Optional[_Union[OpenLinks, _Mapping]] = ..., unload_shard: _Optional[_Union[UnloadShard, _Mapping]] = ..., measure: _Optional[_Union[Measure, _Mapping]] = ..., probe_links: _Optional[_Union[ProbeLinks, _Mapping]] = ..., prefetch_blobs: _Optional[_Union[PrefetchBlobs, _Mapping]] = ...) -> None: ...
 
 class DeviceLimits(_message.Message):
     __slots__ = ("moderate_c", "hot_c", "critical_c", "low_battery_percent", "critical_battery_percent", "busy_load", "max_batch", "steps_per_s")
@@ -116,7 +120,7 @@ class RuntimeSummary(_message.Message):
     def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., kernel_fingerprint: _Optional[str] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "worker_id", "incarnation", "profile", "runtime", "flow_address", "socket_address", "times", "held")
+    __slots__ = ("protocol_version", "worker_id", "incarnation", "profile", "runtime", "flow_address", "socket_address", "times", "held", "links", "machine_id")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -126,6 +130,8 @@ class Hello(_message.Message):
     SOCKET_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     TIMES_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
+    MACHINE_ID_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     worker_id: str
     incarnation: int
@@ -135,7 +141,9 @@ class Hello(_message.Message):
     socket_address: str
     times: _containers.RepeatedCompositeFieldContainer[DeviceTimes]
     held: HeldShard
-    def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., profile: _Optional[_Union[DeviceProfile, _Mapping]] = ..., runtime: _Optional[_Union[RuntimeSummary, _Mapping]] = ..., flow_address: _Optional[str] = ..., socket_address: _Optional[str] = ..., times: _Optional[_Iterable[_Union[DeviceTimes, _Mapping]]] = ..., held: _Optional[_Union[HeldShard, _Mapping]] = ...) -> None: ...
+    links: _containers.RepeatedCompositeFieldContainer[LinkFigures]
+    machine_id: str
+    def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., profile: _Optional[_Union[DeviceProfile, _Mapping]] = ..., runtime: _Optional[_Union[RuntimeSummary, _Mapping]] = ..., flow_address: _Optional[str] = ..., socket_address: _Optional[str] = ..., times: _Optional[_Iterable[_Union[DeviceTimes, _Mapping]]] = ..., held: _Optional[_Union[HeldShard, _Mapping]] = ..., links: _Optional[_Iterable[_Union[LinkFigures, _Mapping]]] = ..., machine_id: _Optional[str] = ...) -> None: ...
 
 class HeldShard(_message.Message):
     __slots__ = ("pipeline_id", "layers", "model_digest", "shape")
@@ -443,6 +451,22 @@ class LinkFailed(_message.Message):
     stage: int
     message: str
     def __init__(self, pipeline_id: _Optional[str] = ..., epoch: _Optional[int] = ..., stage: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
+
+class PrefetchBlobs(_message.Message):
+    __slots__ = ("blobs",)
+    BLOBS_FIELD_NUMBER: _ClassVar[int]
+    blobs: _containers.RepeatedCompositeFieldContainer[BlobRef]
+    def __init__(self, blobs: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ...) -> None: ...
+
+class BlobPrefetched(_message.Message):
+    __slots__ = ("digest", "reason", "message")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    reason: str
+    message: str
+    def __init__(self, digest: _Optional[str] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class UnloadShard(_message.Message):
     __slots__ = ("pipeline_id", "epoch")

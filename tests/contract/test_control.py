@@ -173,6 +173,7 @@ async def test_a_worker_that_leaves_closes_its_pipeline_and_another_takes_reques
     desk = make_two_pipelines(fleet_model)
 
     desk.tell("w2", leaving=fleet_pb2.Leaving())
+    await asyncio.sleep(0)
 
     assert desk.serving() == {"p2": ["w1", "w3"]}
     assert "w2" in desk.sessions

@@ -6,7 +6,7 @@ import asyncio
 import time
 
 from orchestrator import control
-from shoal.types import PipelineId
+from shoal.types import PipelineId, WorkerId
 from shoal.v1 import fleet_pb2
 from tests.support.builders import make_sequence
 from tests.support.desk import Desk, held_by, make_desk
@@ -140,3 +140,34 @@ async def test_who_holds_layers_waits_a_moment_for_its_partner_and_not_for_ever(
     desk.bring_up("w0")
 
     assert desk.serving() == {"p1": ["w0"]}
+
+
+async def test_a_lost_device_is_told_with_its_reason_until_it_is_back(fleet_model: TinyModel) -> None:
+    desk = make_pipeline(fleet_model)
+
+    desk.lose("w0")
+    told = [(one.worker_id, one.why, one.has_left) for one in desk.control.status().departed]
+    desk.join("w0")
+
+    assert told == [("w0", "its connection ended", False)]
+    assert not desk.control.status().departed
+
+
+async def test_a_device_whose_data_link_ended_is_told_with_that_as_the_reason(fleet_model: TinyModel) -> None:
+    desk = make_pipeline(fleet_model)
+
+    desk.control.link_lost(WorkerId("w0"), "reset by peer")
+    desk.lose("w0")
+
+    assert [one.why for one in desk.control.status().departed] == ["its data link ended: reset by peer"]
+
+
+async def test_a_device_that_was_let_go_has_left(fleet_model: TinyModel) -> None:
+    desk = make_pipeline(fleet_model)
+
+    desk.tell("w2", leaving=fleet_pb2.Leaving())
+    await asyncio.sleep(0)
+    desk.control.tick(time.monotonic())
+    desk.lose("w2")
+
+    assert [(one.worker_id, one.has_left) for one in desk.control.status().departed] == [("w2", True)]

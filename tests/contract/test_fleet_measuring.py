@@ -67,3 +67,17 @@ async def test_a_fleet_that_cannot_keep_its_times_serves_all_the_same(fleet_mode
     async with start_fleet(fleet_model.store.root, tmp_path, [make_device()], is_measured=True) as fleet:
         status = await fleet.client.status()
     assert status.ready
+
+
+async def test_an_orchestrator_that_comes_back_knows_the_links_of_devices_that_hold_layers(
+    fleet_model: TinyModel, tmp_path: Path, seen: list[Measuring]
+) -> None:
+    devices = [make_device(is_emulated=True, link=LinkProfile(2.0, 40.0))] * 2
+    async with start_fleet(fleet_model.store.root, tmp_path, devices, is_measured=True, split="2,2") as fleet:
+        before = seen[0].figures()
+        await fleet.restart_orchestrator()
+        await fleet.serving(2)
+        after = seen[1].figures()
+
+    assert len(before.links) == 6
+    assert after.links == before.links

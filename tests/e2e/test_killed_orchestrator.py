@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from launch.local import to_toml
+from launch.profiles import to_toml
 from shoal import Client
 from shoal.generation import Delta
 from shoal.streams import Stream

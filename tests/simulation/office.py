@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Collection, Coroutine
+from concurrent.futures import Executor, Future
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import grpc
@@ -26,6 +27,7 @@ from shoal.errors import ShoalError
 from shoal.types import PROTOCOL_VERSION, WorkerId
 from shoal.v1 import fleet_pb2, flow_pb2
 from tests.simulation.network import Process, Stream
+from tests.support.executors import run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 
+# What a plan takes, at most what eight devices take.
+PLANNING_S = (0.003, 0.03, 0.3)
 # Leases are looked at with every tick.
 TICK_SLACK_S = 2 * TICK_S
 
@@ -69,6 +73,20 @@ class OfficeClock:
         return timer
 
 
+class OfficeExecutor(Executor):
+    """Makes plans beside the orchestrator's event loop, which take some time of the world."""
+
+    def __init__(self, world: World, process: Process) -> None:
+        self._world = world
+        self._process = process
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        delay_s = self._world.random.choice(PLANNING_S)
+        self._process.after(delay_s, lambda: run(future, lambda: work(*args, **kwargs)))
+        return future
+
+
 class Office:
     """engine, control and hub are those of one process; tasks end with it."""
 
@@ -77,7 +95,10 @@ class Office:
         self.process = Process(world, "orchestrator")
         self.engine = Engine(clock=OfficeClock(world, self.process))
         self.hub = FlowHub(self.engine.on_frame, self._link_lost)
-        self.control = Control(config, manifest, self.hub, self.engine, self._set_serving)
+        executor = OfficeExecutor(world, self.process)
+        self.control = Control(
+            config, manifest, self.hub, self.engine, self._set_serving, executor, world.cordoned, self._keep_cordoned
+        )
         # Nobody fetches blobs here.
         store = cast(ModelStore, None)
         self.servicer = FleetServicer(self.control, self.hub, manifest, store, config.heartbeat_s)
@@ -88,6 +109,9 @@ class Office:
 
     def _link_lost(self, worker_id: WorkerId, message: str) -> None:
         self.control.link_lost(worker_id, message)
+
+    def _keep_cordoned(self, names: Collection[WorkerId]) -> None:
+        self.world.cordoned = names
 
     async def _set_serving(self, is_serving: bool) -> None:
         self.world.note(f"orchestrator is {'serving' if is_serving else 'not serving'}")

@@ -85,6 +85,7 @@ class SimulatedWorker:
         self._is_busy = False
         self._attempt = 0
         self._num_loads = 0
+        self._num_prefetches = 0
         self._num_attached = 0
         self.fails_next_step = False
         self._host = HostBlocks(device.max_blocks)
@@ -180,6 +181,20 @@ class SimulatedWorker:
                 self.process.after(0.05, lambda: self.report(measured=failed))
             case "probe_links":
                 self.process.after(0.05, lambda: self.report(links_probed=fleet_pb2.LinksProbed()))
+            case "prefetch_blobs":
+                self._prefetch(list(response.prefetch_blobs.blobs))
+
+    def _prefetch(self, blobs: list[fleet_pb2.BlobRef]) -> None:
+        """Have one blob after the other, unless something else is to be had or a shard to be loaded meanwhile."""
+        self._num_prefetches += 1
+        number = self._num_prefetches
+
+        def have_next() -> None:
+            if blobs and number == self._num_prefetches and self.current is None:
+                self.report(blob_prefetched=fleet_pb2.BlobPrefetched(digest=blobs.pop(0).digest))
+                self.process.after(0.1, have_next)
+
+        self.process.after(0.1, have_next)
 
     def _welcomed(self, welcome: fleet_pb2.Welcome) -> None:
         self.uplink = self.world.open_uplink(self, welcome.link_token)

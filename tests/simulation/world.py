@@ -12,12 +12,12 @@ import itertools
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from random import Random
 from unittest import mock
 
 from modelstore.manifest import Manifest
-from orchestrator import shape, shards
+from orchestrator import prefetching, shape, shards
 from orchestrator.core.fleet import WorkerState
 from orchestrator.core.parking import PARKED_S
 from orchestrator.core.placement import Worker
@@ -48,6 +48,8 @@ LAST_AFTER_S = 3.0
 FIRST_FAULT_AT_S = 0.8
 JOURNAL_S = 0.1
 UNCLAIMED_S = 30.0
+# Instead of a time in which something always happens here.
+CALM_S = 0.3
 # Frames that may come again out of the past.
 NUM_REMEMBERED = 150
 LEASE_SLACK_S = 0.3
@@ -87,6 +89,7 @@ class World:
         self.devices = {device.worker_id: device for device in self.scenario.devices}
         self.office: Office | None = None
         self.requests: list[Request] = []
+        self.cordoned: Collection[WorkerId] = ()
         self.journal: dict[str, Entry] = {}
         self.past: deque[tuple[Office, SimulatedWorker, flow_pb2.Frame]] = deque(maxlen=NUM_REMEMBERED)
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
@@ -160,6 +163,7 @@ class World:
                 mock.patch.multiple(time, monotonic=self._loop.time, monotonic_ns=stamps),
                 mock.patch.object(shards, "build_shard_graph", return_value=b""),
                 mock.patch.object(shape, "build_shard_graph", return_value=b""),
+                mock.patch.object(prefetching, "CALM_S", CALM_S),
                 quiet(),
             ):
                 runner.run(self._play())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +16,7 @@ from shoal.config import OrchestratorConfig
 from shoal.errors import InternalError
 from shoal.types import DeviceLimits, PipelineId, WorkerId
 from shoal.v1 import admin_pb2, fleet_pb2
+from tests.support.executors import InlineExecutor
 from tests.support.fleet import make_device
 from tests.support.shards import TinyModel
 
@@ -22,11 +25,12 @@ LIMITS = DeviceLimits(moderate_c=60.0, hot_c=70.0, max_batch=(8, 6, 4, 2))
 
 @dataclass
 class Desk:
-    """A control task without its loop, and the commands that it gave each worker."""
+    """A control task without its loop, the commands that it gave each worker, and the cordons that it kept each time."""
 
     control: Control
     engine: Engine
     hub: FlowHub
+    cordons: list[Collection[WorkerId]]
     sessions: dict[str, WorkerSession] = field(default_factory=dict)
     incarnations: dict[str, int] = field(default_factory=dict)
 
@@ -110,7 +114,10 @@ class Desk:
         return next(one for one in self.control.status().devices if one.worker_id == worker_id)
 
 
-def make_desk(model: TinyModel, **options: Any) -> Desk:
+def make_desk(
+    model: TinyModel, *, executor: Executor | None = None, cordoned: Iterable[WorkerId] = (), **options: Any
+) -> Desk:
+    """executor: makes plans; without it, they are there at once. cordoned: by an orchestrator before."""
     config = OrchestratorConfig(home=model.store.root, model=model.manifest.name, lease_s=1000.0, **options)
     engine = Engine()
     hub = FlowHub(engine.on_frame, lambda worker_id, message: None)
@@ -118,7 +125,11 @@ def make_desk(model: TinyModel, **options: Any) -> Desk:
     async def ignore(_: bool) -> None:
         pass
 
-    return Desk(Control(config, model.manifest, hub, engine, ignore), engine, hub)
+    cordons: list[Collection[WorkerId]] = []
+    control = Control(
+        config, model.manifest, hub, engine, ignore, executor or InlineExecutor(), tuple(cordoned), cordons.append
+    )
+    return Desk(control, engine, hub, cordons)
 
 
 def held_by(command: fleet_pb2.LoadShard) -> fleet_pb2.HeldShard:

@@ -46,7 +46,7 @@ class FakeLink(AsyncRedisLink):
             case "TOUCH", *keys:
                 self.touched.extend(keys)
                 return sum(key in self.values for key in keys)
-            case "DEL", *keys:
+            case "DEL" | "UNLINK", *keys:
                 return sum(self._remove(key) for key in keys)
             case "HSET", key, *pairs:
                 fields = self.hashes.setdefault(key, {})

@@ -64,12 +64,14 @@ class FakeOrchestrator(
 ):
     """Answers every Generate with the next script (the last one again and again), and keeps the requests.
 
-    resume_scripts: what each Resume is answered with; without one left there is nothing to resume.
+    resume_scripts: what each Resume is answered with; without one left there is nothing to resume. next_statuses: what
+    `status` is once it was asked for, and again; the last one stays.
     """
 
     def __init__(self, scripts: Sequence[Script], status: admin_pb2.GetStatusResponse | ShoalError) -> None:
         self.scripts = list(scripts)
         self.status = status
+        self.next_statuses: list[admin_pb2.GetStatusResponse] = []
         self.requests: list[inference_pb2.GenerateRequest] = []
         self.resume_scripts: list[Script] = []
         self.resumes: list[inference_pb2.ResumeRequest] = []
@@ -147,7 +149,10 @@ class FakeOrchestrator(
     ) -> admin_pb2.GetStatusResponse:
         if isinstance(self.status, ShoalError):
             raise self.status
-        return self.status
+        status = self.status
+        if self.next_statuses:
+            self.status = self.next_statuses.pop(0)
+        return status
 
     @unary
     async def Explain(  # noqa: N802

@@ -19,7 +19,7 @@ from unittest.mock import patch
 import pytest
 
 from orchestrator import membership
-from orchestrator.app import SESSIONS_FILE, Orchestrator
+from orchestrator.app import CORDONS_FILE, SESSIONS_FILE, Orchestrator
 from orchestrator.core.figures import FleetFigures, LinkFigures
 from orchestrator.measuring import Measuring
 from shoal import AsyncClient
@@ -197,6 +197,7 @@ async def start_fleet(
     config = OrchestratorConfig(home=store, use_sockets=use_sockets, **{**defaults, **options})
     # Tests share a store, but not what was said.
     (store / SESSIONS_FILE).unlink(missing_ok=True)
+    (store / CORDONS_FILE.format(port=config.port)).unlink(missing_ok=True)
     problems: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, problem: problems.append(problem))
     # It resumes nothing: tests are to see what breaks off.

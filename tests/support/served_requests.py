@@ -14,6 +14,7 @@ import pytest
 from orchestrator.conversations import Turn
 from orchestrator.journal import Journal
 from orchestrator.served import Served, ServedRequests
+from orchestrator.trails import Trails
 from shoal.errors import ShoalError
 from shoal.types import FinishReason
 from tests.support.builders import make_sequence
@@ -37,8 +38,9 @@ class Orchestrator:
         self.engine = self.parts.harness.engine
         self.now = now
         self.journal = Journal(self.parts.link, NAME, lambda: WALL_S + self.now)
+        self.trails = Trails(self.parts.link)
         self.served = ServedRequests(
-            self.engine, self.journal, self.parts.conversations, self.parts.names,
+            self.engine, self.journal, self.parts.conversations, self.parts.names, self.trails,
             lambda: self.now, lambda: WALL_S + self.now,
         )  # fmt: skip
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from orchestrator.core.limits import PREFILL_ROOM_TOKENS
-from shoal.config import Config, OrchestratorConfig, WorkerConfig, default_home, from_environment, options
+from shoal.config import Config, OrchestratorConfig, WorkerConfig, default_home, from_environment, options, parse_link
 from shoal.errors import ConfigError
+from shoal.types import LinkProfile
 from tests.support.builders import make_limits
 
 BOTH: list[type[Config]] = [OrchestratorConfig, WorkerConfig]
@@ -128,8 +129,58 @@ def test_names_and_both_kinds_of_address_can_be_joined(join: str) -> None:
     assert WorkerConfig(join=join).join == join
 
 
+@pytest.mark.parametrize(
+    ("join", "name"),
+    [("discover", ""), ("discover:kitchen-50070", "kitchen-50070"), ("discover:50070", None), ("box:1", None)],
+)
+def test_the_word_discover_stands_for_an_address_that_is_looked_for(join: str, name: str | None) -> None:
+    assert WorkerConfig(join=join).discovers == name
+
+
+def test_discover_with_a_colon_and_no_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match="or discover, or discover:NAME"):
+        WorkerConfig(join="discover:")
+
+
 def test_home_is_taken_from_the_environment_or_the_users_data_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_HOME", "/somewhere")
     assert default_home() == OrchestratorConfig().home == Path("/somewhere")
     monkeypatch.delenv("SHOAL_HOME")
     assert default_home().name == "shoal"
+
+
+def test_a_value_may_be_in_a_file_that_a_variable_names(tmp_path: Path) -> None:
+    secret = tmp_path / "redis_url"
+    secret.write_text("redis://:password@redis:6379/0\n")
+
+    assert from_environment(WorkerConfig, {}, {"SHOAL_REDIS_URL_FILE": str(secret)}).redis_url.endswith("@redis:6379/0")
+
+
+def test_a_variable_goes_before_the_file_that_another_names(tmp_path: Path) -> None:
+    environ = {"SHOAL_MODEL": "given", "SHOAL_MODEL_FILE": str(tmp_path / "missing")}
+
+    assert from_environment(OrchestratorConfig, {}, environ).model == "given"
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"SHOAL_REDIS_URL_FILE: .*missing cannot be read"):
+        from_environment(WorkerConfig, {}, {"SHOAL_REDIS_URL_FILE": str(tmp_path / "missing")})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", None),
+        ("40ms,10mbit", LinkProfile(40.0, 10.0)),
+        ("0.5ms", LinkProfile(0.5, 0.0)),
+        ("10mbit, 2ms", LinkProfile(2.0, 10.0)),
+    ],
+)
+def test_a_link_is_a_delay_and_a_rate_or_one_of_them(text: str, expected: LinkProfile | None) -> None:
+    assert parse_link(text) == expected
+
+
+@pytest.mark.parametrize("text", ["40", "40ms,", "40ms,50ms", "-1ms", "70000ms", "2000000mbit", "40ms 10mbit"])
+def test_what_is_no_link_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="as 40ms,10mbit"):
+        WorkerConfig(link=text)

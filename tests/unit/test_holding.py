@@ -1,14 +1,16 @@
-"""The shard that a worker keeps for an orchestrator that comes back: who may open links to it, and until when."""
+"""The shard that a worker keeps for an orchestrator that comes back, and the blobs that it fetches for a shard to come."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import hashlib
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+from shoal.errors import CorruptBlob
 from shoal.v1 import fleet_pb2, types_pb2
 from tests.support.fleet import make_device
 from worker import holding
@@ -17,6 +19,36 @@ from worker.commands import LoadStage, StageFailed, SuspendStage, UnloadStage
 from worker.holding import Holding
 
 TOKEN = b"0123456789abcdef"
+ONE, OTHER = b"one" * 100, b"other" * 100
+CHUNK_BYTES = 100
+BOUND_S = 10.0
+
+
+def digest_of(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+class Stub:
+    """An orchestrator's store in chunks. held: all chunks but the first come when it is set; without it, at once."""
+
+    def __init__(self, *contents: bytes, held: asyncio.Event | None = None) -> None:
+        self.asked: list[tuple[str, int]] = []
+        self.is_asked = asyncio.Event()
+        self._contents = {digest_of(content): content for content in contents}
+        self._held = held
+
+    async def FetchBlob(  # noqa: N802 - as the generated stub has it
+        self, request: fleet_pb2.FetchBlobRequest
+    ) -> AsyncIterator[fleet_pb2.FetchBlobResponse]:
+        self.asked.append((request.digest, request.offset))
+        if request.digest not in self._contents:
+            raise CorruptBlob("blob is missing: pull or import it again")
+        content = self._contents[request.digest]
+        for start in range(request.offset, len(content), CHUNK_BYTES):
+            yield fleet_pb2.FetchBlobResponse(chunk=content[start : start + CHUNK_BYTES])
+            self.is_asked.set()
+            if self._held is not None:
+                await self._held.wait()
 
 
 @dataclass
@@ -27,6 +59,8 @@ class HoldingBench:
     tokens: dict[str, bytes] = field(default_factory=dict)
     posted: list[LoadStage | SuspendStage | UnloadStage] = field(default_factory=list)
     failed: list[StageFailed] = field(default_factory=list)
+    prefetched: list[fleet_pb2.BlobPrefetched] = field(default_factory=list)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.holding = Holding(
@@ -39,19 +73,30 @@ class HoldingBench:
             self.failed.append,
         )
 
+    def start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        self.tasks.append(asyncio.create_task(work))
+        return self.tasks[-1]
+
+    def prefetch(self, stub: Stub, *contents: bytes) -> None:
+        blobs = [fleet_pb2.BlobRef(digest=digest_of(one), num_bytes=len(one)) for one in contents]
+        command = fleet_pb2.PrefetchBlobs(blobs=blobs)
+        self.holding.prefetch(command, stub, self.start, self.prefetched.append)  # type: ignore[arg-type]
+
+    async def ended(self) -> None:
+        """Wait for all that was begun."""
+        async with asyncio.timeout(BOUND_S):
+            await asyncio.wait(self.tasks)
+
+    def kept(self) -> set[str]:
+        return {path.name for path in self.folder.iterdir()}
+
     async def take(self, epoch: int, *, loads: bool = True) -> None:
         command = fleet_pb2.LoadShard(
             pipeline_id="p1", epoch=epoch, link_token=TOKEN, layers=types_pb2.LayerRange(start=0, stop=2)
         )
-        tasks: list[asyncio.Task[None]] = []
-
-        def start(work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-            tasks.append(asyncio.create_task(work))
-            return tasks[-1]
-
         # There is nothing to fetch.
-        self.holding.take(command, None, start)  # type: ignore[arg-type]
-        await asyncio.gather(*tasks)
+        self.holding.take(command, None, self.start)  # type: ignore[arg-type]
+        await self.ended()
         if loads:
             self.holding.loaded()
 
@@ -118,3 +163,110 @@ async def test_links_are_opened_only_for_the_newest_command_of_an_orchestrator_t
     bench.holding.keep()
     assert bench.holding.current_of("p1", 2) is None
     bench.holding.drop()
+
+
+async def test_blobs_for_later_are_fetched_one_after_the_other_and_each_is_told(tmp_path: Path) -> None:
+    bench = HoldingBench(tmp_path)
+
+    bench.prefetch(Stub(ONE, OTHER), ONE, OTHER)
+    await bench.ended()
+
+    assert [one.digest for one in bench.prefetched] == [digest_of(ONE), digest_of(OTHER)]
+    assert bench.kept() == {digest_of(ONE), digest_of(OTHER)}
+    assert bench.posted == []
+
+
+async def test_a_shard_to_load_ends_what_is_fetched_for_later(tmp_path: Path) -> None:
+    bench, stub = HoldingBench(tmp_path), Stub(ONE, held=asyncio.Event())
+    bench.prefetch(stub, ONE)
+    await stub.is_asked.wait()
+
+    await bench.take(1)
+
+    assert bench.prefetched == []
+    assert isinstance(bench.posted[-1], LoadStage)
+    assert bench.kept() == {f"{digest_of(ONE)}.part"}
+
+
+async def test_nothing_is_fetched_for_later_while_there_is_a_shard(tmp_path: Path) -> None:
+    bench, stub = HoldingBench(tmp_path), Stub(ONE)
+    await bench.take(1)
+
+    bench.prefetch(stub, ONE)
+    await bench.ended()
+
+    assert stub.asked == []
+
+
+async def test_what_is_kept_for_a_while_keeps_nobody_from_fetching_for_later(tmp_path: Path) -> None:
+    bench = HoldingBench(tmp_path)
+    await bench.take(1)
+    bench.holding.keep()
+
+    bench.prefetch(Stub(ONE), ONE)
+    await bench.ended()
+
+    assert [one.digest for one in bench.prefetched] == [digest_of(ONE)]
+    assert bench.holding.held is not None
+
+
+async def test_the_end_of_what_was_kept_does_not_end_fetching_for_later(tmp_path: Path) -> None:
+    bench, may_go_on = HoldingBench(tmp_path), asyncio.Event()
+    await bench.take(1)
+    bench.holding.keep()
+    stub = Stub(ONE, held=may_go_on)
+    bench.prefetch(stub, ONE)
+    await stub.is_asked.wait()
+
+    bench.holding.drop()
+    may_go_on.set()
+    await bench.ended()
+
+    assert [one.digest for one in bench.prefetched] == [digest_of(ONE)]
+
+
+async def test_what_is_asked_for_last_is_fetched_and_goes_on_where_it_ended(tmp_path: Path) -> None:
+    bench, stub = HoldingBench(tmp_path), Stub(ONE, held=asyncio.Event())
+    bench.prefetch(stub, ONE, OTHER)
+    await stub.is_asked.wait()
+
+    bench.prefetch(Stub())
+    await bench.ended()
+    assert bench.prefetched == []
+    again = Stub(ONE)
+    bench.prefetch(again, ONE)
+    await bench.ended()
+
+    assert again.asked == [(digest_of(ONE), CHUNK_BYTES)]
+    assert bench.kept() == {digest_of(ONE)}
+
+
+async def test_why_blobs_cannot_be_fetched_for_later_is_told_once(tmp_path: Path) -> None:
+    bench = HoldingBench(tmp_path)
+
+    bench.prefetch(Stub(ONE), OTHER, ONE)
+    await bench.ended()
+
+    assert [(one.digest, one.reason) for one in bench.prefetched] == [("", CorruptBlob.reason)]
+    assert bench.failed == []
+
+
+async def test_what_is_fetched_for_later_leaves_a_link_three_quarters_of_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, rests = 100.0, list[float]()
+
+    async def sleep(seconds: float) -> None:
+        rests.append(seconds)
+
+    async def chunks() -> AsyncIterator[bytes]:
+        nonlocal now
+        for took_s in (0.1, 0.0001):
+            now += took_s
+            yield b"chunk"
+
+    monkeypatch.setattr("worker.holding.time.monotonic", lambda: now)
+    monkeypatch.setattr("worker.holding.asyncio.sleep", sleep)
+
+    assert [chunk async for chunk in holding._at_leisure(chunks())] == [b"chunk", b"chunk"]
+    assert rests == [pytest.approx(0.3), holding.MIN_REST_S]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,118 +10,19 @@ import pytest
 
 from orchestrator import measuring
 from orchestrator.core import refinement
-from orchestrator.core.figures import FleetFigures, LinkFigures
-from orchestrator.core.step_time import StepTiming
-from orchestrator.core.tenants import TenantLedger
-from orchestrator.lane import Lane
-from orchestrator.measuring import MAX_WAIT_S, MEASURE_TIMEOUT_S, PROBE_TIMEOUT_S, RETRY_S, Measuring
-from orchestrator.pipeline import Pipeline, StageMember
-from orchestrator.shape import measure_command
-from orchestrator.worker_session import WorkerSession
-from shoal import messages
+from orchestrator.core.figures import LinkFigures
+from orchestrator.measuring import MAX_WAIT_S, MEASURE_TIMEOUT_S, PROBE_TIMEOUT_S, RETRY_S
 from shoal.errors import InternalError, NotReady
-from shoal.types import DeviceProfile, LayerRange, PipelineId, WorkerId
+from shoal.types import WorkerId
 from shoal.v1 import fleet_pb2
-from tests.support.builders import make_limits
+from tests.support.measured import NOW, Desk, make_lane, passed
 from tests.support.shards import TinyModel, make_tiny_model
 from worker import profiling
-
-NOW = 1000.0
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return make_tiny_model(tmp_path_factory.mktemp("measuring"), num_layers=4)
-
-
-def make_profile(**fields: Any) -> DeviceProfile:
-    return DeviceProfile(**{"name": "box", "kind": "box", "memory_bytes": 1 << 30, **fields})
-
-
-@dataclass
-class Desk:
-    """Measuring and the workers that it speaks to. busy: those that hold layers."""
-
-    tiny: TinyModel
-    num_expected: int = 1
-    busy: set[str] = field(default_factory=set)
-    sessions: dict[str, WorkerSession] = field(default_factory=dict)
-    profiles: dict[str, DeviceProfile] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.measuring = Measuring(self.tiny.manifest, lambda one: one not in self.busy, self.num_expected)
-
-    def times(self, layer_s: float = 0.001, **fields: Any) -> fleet_pb2.DeviceTimes:
-        command = measure_command(self.tiny.manifest)
-        assert command is not None
-        defaults = {
-            "shape_digest": command.shape_digest,
-            "measured_at_s": time.time(),
-            "layer": [fleet_pb2.RowsTime(rows=1, seconds=layer_s), fleet_pb2.RowsTime(rows=2, seconds=1.5 * layer_s)],
-            "head": [fleet_pb2.RowsTime(rows=1, seconds=0.004)],
-            "prefill_token_s": 0.0002,
-            "pass_s": 0.0001,
-            "free_bytes": 1 << 29,
-        }
-        return fleet_pb2.DeviceTimes(**{**defaults, **fields})
-
-    def join(
-        self,
-        worker_id: str,
-        *,
-        host: str = "",
-        known: fleet_pb2.DeviceTimes | None = None,
-        now: float = NOW,
-        **profile: Any,
-    ) -> None:
-        """Attach and link; by default each worker is on a machine of its own."""
-        self.profiles[worker_id] = device = make_profile(**profile)
-        hello = fleet_pb2.Hello(
-            worker_id=worker_id,
-            profile=messages.profile_to_proto(device),
-            flow_address=f"{host or worker_id}:1",
-            socket_address=f"{host or worker_id}:2",
-            times=[] if known is None else [known],
-        )
-        self.sessions[worker_id] = WorkerSession(hello)
-        self.measuring.take_in(self.sessions[worker_id], device)
-        self.measuring.linked(WorkerId(worker_id), now)
-
-    def told(self, worker_id: str) -> list[str]:
-        """The kinds of command that a worker got since the last look."""
-        return [str(one.WhichOneof("command")) for one in self.commands(worker_id)]
-
-    def commands(self, worker_id: str) -> list[fleet_pb2.AttachResponse]:
-        queue = self.sessions[worker_id]._commands
-        return [command for command in (queue.get_nowait() for _ in range(queue.qsize())) if command is not None]
-
-    def tell(self, worker_id: str, now: float = NOW, **event: Any) -> bool:
-        return self.measuring.on_event(self.sessions[worker_id], fleet_pb2.AttachRequest(**event), now)
-
-    def measured(self, worker_id: str, times: fleet_pb2.DeviceTimes | None = None, now: float = NOW) -> None:
-        self.tell(worker_id, now, measured=fleet_pb2.Measured(times=times or self.times()))
-
-    def refuse(self, worker_id: str, reason: str, now: float = NOW) -> None:
-        self.tell(worker_id, now, measured=fleet_pb2.Measured(reason=reason, message="no"))
-
-    def probed(self, worker_id: str, now: float = NOW, **links: tuple[float, float]) -> None:
-        """links: there and back in ms and Mbit/s, by the far end; `up` is the orchestrator."""
-        figures = [
-            fleet_pb2.LinkFigures(worker_id="" if far == "up" else far, rtt_ms=rtt_ms, mbit_s=mbit_s)
-            for far, (rtt_ms, mbit_s) in links.items()
-        ]
-        self.tell(worker_id, now, links_probed=fleet_pb2.LinksProbed(links=figures))
-
-    def awaits(self, worker_id: str, now: float = NOW) -> bool:
-        return self.measuring.awaits([(WorkerId(worker_id), self.profiles[worker_id])], now)
-
-    def link(self, source: str | None, target: str | None) -> LinkFigures:
-        ends = tuple(None if one is None else WorkerId(one) for one in (source, target))
-        return self.figures.link(*ends)
-
-    @property
-    def figures(self) -> FleetFigures:
-        return self.measuring.figures()
 
 
 @pytest.fixture
@@ -175,6 +74,14 @@ def test_devices_of_one_machine_are_measured_one_after_the_other(desk: Desk) -> 
     assert (desk.told("a"), desk.told("b")) == (["measure"], [])
     desk.measured("a")
     assert desk.told("b") == ["measure"]
+
+
+def test_devices_that_say_they_share_a_machine_are_measured_one_after_the_other_whatever_their_addresses(
+    desk: Desk,
+) -> None:
+    for worker_id in ("a", "b"):
+        desk.join(worker_id, machine_id="same")
+    assert (desk.told("a"), desk.told("b")) == (["measure"], [])
 
 
 def test_devices_of_different_machines_are_measured_at_the_same_time(desk: Desk) -> None:
@@ -373,22 +280,6 @@ def test_emulated_devices_that_are_not_dialled_are_reached_by_way_of_the_orchest
     desk.probed("a", up=(2.0, 80.0))
     desk.probed("b", up=(6.0, 40.0))
     assert desk.link("a", "b") == LinkFigures(0.004, 5e6)
-
-
-def make_lane(*worker_ids: str) -> Lane:
-    """Stages of two layers each; the last one has the head."""
-    members = [
-        StageMember(WorkerId(worker_id), "box", LayerRange(2 * stage, 2 * stage + 2))
-        for stage, worker_id in enumerate(worker_ids)
-    ]
-    pipeline = Pipeline(PipelineId("p1"), 1, members, make_limits(num_stages=len(members)), lambda frame: None)
-    return Lane(pipeline, TenantLedger(), fallback_s=1.0)
-
-
-def passed(lane: Lane, *stage_s: float, num_rows: int = 2) -> Lane:
-    """The lane, as it is when a pass of two rows has come back after these times."""
-    lane._timings.append(StepTiming(2.0, stage_s, is_solo=False, num_rows=num_rows))
-    return lane
 
 
 def test_a_device_that_takes_three_times_as_long_as_it_said_is_planned_with_what_it_takes(desk: Desk) -> None:

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from orchestrator.core.batch import Batch, BatchRow, EndedSequence
+from orchestrator.core.hops import Hop
 from orchestrator.core.sequence import RunId
 from orchestrator.core.step_time import StepTiming
 from orchestrator.pipeline import Pipeline, StageMember
@@ -189,3 +190,65 @@ def test_stamps_of_clocks_that_do_not_agree_are_no_hops() -> None:
 
     assert timing is not None
     assert pipeline.hop_ms() == 0.0
+
+
+W0, W1 = WorkerId("w0"), WorkerId("w1")
+
+
+def shifted(offset_ns: int) -> tuple[int, ...]:
+    return tuple(stamp + offset_ns for stamp in STAMPS)
+
+
+def test_a_hop_is_told_with_its_ends_and_the_rows_whose_activations_it_carried() -> None:
+    pipeline, sent_ns = make_pipeline(), time.monotonic_ns() - STAMPS[-1]
+    forward(pipeline, make_batch(decode_row(1), decode_row(2)))
+    pipeline.observe(make_result(1, 2, stamps_ns=shifted(sent_ns)))
+
+    first, second, last = pipeline.take_hops()
+
+    assert (first, second) == (Hop(None, W0, 0.001), Hop(W0, W1, 0.001, num_rows=2))
+    assert (last.ends, last.num_rows) == ((W1, None), 0)
+    assert pipeline.take_hops() == []
+
+
+def test_in_a_burst_the_last_stage_sends_to_the_first() -> None:
+    pipeline, sent_ns = make_pipeline(), time.monotonic_ns()
+    forward(pipeline, make_batch(decode_row(), burst_steps=1))
+    pipeline.observe(make_result(1, burst_steps=1, stamps_ns=shifted(sent_ns)))
+    pipeline.take_hops()
+
+    pipeline.observe(make_result(1, stamps_ns=shifted(sent_ns + 40 * MS)))
+
+    assert [hop.ends for hop in pipeline.take_hops()] == [(W1, W0), (W0, W1), (W1, None)]
+
+
+def test_what_a_device_hands_itself_is_no_hop() -> None:
+    pipeline, sent_ns = make_pipeline(num_stages=1), time.monotonic_ns()
+    forward(pipeline, make_batch(decode_row(), burst_steps=1))
+    for burst_steps, offset_ns in ((1, 0), (0, 40 * MS)):
+        stamps_ns = shifted(sent_ns + offset_ns)[:3]
+        pipeline.observe(make_result(1, burst_steps=burst_steps, stamps_ns=stamps_ns))
+
+    assert [hop.ends for hop in pipeline.take_hops()] == [(None, W0), (W0, None), (W0, None)]
+
+
+def test_a_message_that_may_have_waited_for_its_stage_tells_nothing_of_its_link() -> None:
+    pipeline, sent_ns = make_pipeline(), time.monotonic_ns()
+    for step in (1, 2):
+        forward(pipeline, make_batch(decode_row(), step=step))
+    pipeline.observe(make_result(1, step=1, stamps_ns=shifted(sent_ns)))
+    pipeline.take_hops()
+
+    # The first stage takes it up as soon as it has handed over the other one; the second was idle before.
+    waited = (0, 21 * MS + 1, 41 * MS, 42 * MS, 52 * MS)
+    pipeline.observe(make_result(1, step=2, stamps_ns=tuple(sent_ns + stamp for stamp in waited)))
+
+    assert [hop.ends for hop in pipeline.take_hops()] == [(W0, W1), (W1, None)]
+
+
+def test_messages_with_prompts_in_them_tell_nothing_of_their_links() -> None:
+    pipeline = make_pipeline()
+    forward(pipeline, make_batch(prefill_row()))
+    pipeline.observe(make_result(1))
+
+    assert pipeline.take_hops() == []

@@ -8,7 +8,7 @@ from dataclasses import replace
 from orchestrator.core.demand import Demand
 from orchestrator.core.figures import FleetFigures, LinkFigures, declared_fleet
 from orchestrator.core.placement import Placement, place_split
-from orchestrator.core.repair import repair
+from orchestrator.core.repair import repair, takers
 from shoal.types import DeviceProfile, WorkerId
 from tests.support.builders import MIB, make_model, make_profile, make_workers
 
@@ -57,3 +57,14 @@ def test_nobody_takes_it_who_is_not_free_or_has_no_room() -> None:
     assert repair(MODEL, placement, W1, [], fleet) is None
     assert repair(MODEL, placement, W1, [W2], fleet) is None
     assert repair(MODEL, placement, W1, [W1], fleet) is None
+
+
+def test_whoever_would_take_a_stage_is_named_with_it() -> None:
+    fast_but_small = make_profile(speed=4.0, memory_bytes=200 * MIB)
+    placement, fleet = make_fleet(make_profile(), make_profile(), fast_but_small, make_profile())
+    small, large = replace(placement.stages[1], need_bytes=100 * MIB), placement.stages[0]
+    placement = replace(placement, stages=(large, small))
+
+    assert takers(MODEL, [placement], [W2, W3], fleet) == {W2: [small], W3: [large]}
+    assert takers(MODEL, [placement], [W2], fleet) == {W2: [small]}
+    assert takers(MODEL, [placement], [], fleet) == {}

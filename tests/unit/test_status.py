@@ -11,7 +11,8 @@ from orchestrator.core.thermal import ThermalMonitor
 from orchestrator.engine import Engine
 from orchestrator.monitors import Monitors
 from orchestrator.pipeline import Pipeline, StageMember
-from orchestrator.status import device_status, pipeline_statuses, waiting_for
+from orchestrator.prefetching import Prefetch
+from orchestrator.status import cordoned_devices, device_status, pipeline_statuses, waiting_for
 from orchestrator.status import fleet_status as fleet_status_of
 from orchestrator.worker_session import WorkerSession
 from shoal import messages
@@ -54,7 +55,7 @@ class Scene:
             monitor.observe(telemetry, 0.0)
         member = self.fleet.get(worker_id)
         assert member is not None
-        return device_status(member, member.state.value, session, monitor, self.engine)
+        return device_status(member, member.state.value, session, monitor, self.engine, Prefetch())
 
 
 def fleet_status(*pipelines: str, devices: dict[str, str]) -> FleetStatus:
@@ -96,7 +97,9 @@ def test_a_device_that_is_late_is_suspect_and_one_whose_layers_are_moved_drains(
         monitors.add(worker_id, PROFILE)
         scene.fleet.heartbeat(worker_id, 1, Telemetry(), beaten_at)
 
-    told = fleet_status_of(scene.fleet, scene.engine, sessions, monitors, [C], model="tiny", trouble="", uptime_s=1.0)
+    told = fleet_status_of(
+        scene.fleet, scene.engine, sessions, monitors, [C], lambda _: Prefetch(), model="tiny", trouble="", uptime_s=1.0
+    )
 
     assert [(one.worker_id, one.state) for one in told.devices] == [("a", "suspect"), ("b", "ready"), ("c", "draining")]
 
@@ -111,6 +114,34 @@ def test_what_a_fleet_waits_for_is_told_in_the_order_in_which_it_comes() -> None
     assert waiting_for(fleet.members(), 2) == "1 of 2 devices have joined"
     assert waiting_for(fleet.members(), 1) == "layers are loaded by a"
     assert waiting_for(linking.fleet.members(), 3) == "devices open links to each other"
+
+
+def make_members(*cordoned: WorkerId) -> Fleet:
+    """a and b stand by, some of them cordoned."""
+    fleet = Fleet(lease_s=3.0, cordoned=cordoned)
+    for worker_id in (B, A):
+        fleet.attach(worker_id, 1, PROFILE, 0.0)
+    return fleet
+
+
+def test_devices_that_are_cordoned_are_named_with_what_would_help() -> None:
+    both, one = make_members(A, B).members(), make_members(B).members()
+
+    assert waiting_for(both, 0) == (
+        "no device may be given layers; a, b are cordoned: `shoal uncordon a` would let one of them be given layers"
+    )
+    assert waiting_for(one, 0) == (
+        "layers are loaded by a; b is cordoned: `shoal uncordon b` would let it be given layers"
+    )
+    assert waiting_for(one, 0, "w9 was lost").startswith("w9 was lost; b is cordoned")
+    assert waiting_for(one, 3).startswith("2 of 3 devices have joined; b is cordoned")
+
+
+def test_who_is_cordoned_and_computes_is_not_in_the_way() -> None:
+    scene = Scene()
+    scene.fleet.cordon(A, True)
+
+    assert cordoned_devices(scene.fleet.members()) == ""
 
 
 def test_a_pipeline_that_does_not_serve_yet_is_not_told() -> None:

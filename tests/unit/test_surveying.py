@@ -65,3 +65,20 @@ async def test_only_a_worker_without_a_shard_is_measured(tmp_path: Path, is_free
 
     assert [type(one) for one in bench.posted] == ([MeasureShape] if is_free else [])
     assert [event.reason for _, event in bench.reported] == ([] if is_free else [NotReady.reason])
+
+
+async def test_links_are_known_as_they_were_measured_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rtts_ms = iter((3.0, 5.0))
+
+    async def measure(echo: object, worker_id: str, kind: str) -> fleet_pb2.LinkFigures:
+        return fleet_pb2.LinkFigures(worker_id=worker_id, rtt_ms=next(rtts_ms), kind=kind)
+
+    monkeypatch.setattr(surveying, "measure_link", measure)
+    bench = SurveyBench(tmp_path)
+    assert bench.survey.known_links() == []
+
+    for _ in range(2):
+        bench.survey.obey(fleet_pb2.AttachResponse(probe_links=fleet_pb2.ProbeLinks(link_token=TOKEN)), is_free=True)
+        await asyncio.gather(*bench.tasks)
+
+    assert bench.survey.known_links() == [fleet_pb2.LinkFigures(rtt_ms=5.0, kind="socket")]

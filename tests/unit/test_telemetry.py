@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,6 +15,7 @@ from worker.telemetry import (
     LOAD_WINDOW_S,
     EmulatedTelemetry,
     MachineTelemetry,
+    machine_id,
     processor_temperature_c,
     read_battery,
     read_temperature_c,
@@ -225,3 +227,16 @@ def test_only_an_emulated_device_is_read_from_its_models() -> None:
 
     assert isinstance(telemetry_of(profile, device, now=100.0), EmulatedTelemetry)
     assert isinstance(telemetry_of(profile, None, now=100.0), MachineTelemetry)
+
+
+def test_a_machine_has_one_id_until_it_is_started_anew_and_does_not_tell_the_systems_own(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.write_text("0f0e-0d0c\n")
+    second.write_text("1f1e-1d1c\n")
+
+    assert machine_id(first) == machine_id(first)
+    assert machine_id(first) not in ("", machine_id(second), "0f0e-0d0c")
+
+
+def test_a_system_without_such_an_id_has_none(tmp_path: Path) -> None:
+    assert machine_id(tmp_path / "missing") == ""

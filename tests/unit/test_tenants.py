@@ -164,6 +164,18 @@ class TestHeap:
             heap.discard("busy")
         heap.check_invariants()
 
+    def test_when_many_tenants_leave_at_once_their_dead_entries_do_too(self) -> None:
+        ledger = TenantLedger()
+        heap = TenantHeap(ledger)
+        names = [f"t{number}" for number in range(tenants.HEAP_SLACK)]
+        for name in names:
+            ledger.enter(name)
+            heap.add(name)
+            heap.on_lowered(name)
+        for name in names:
+            heap.discard(name)
+        heap.check_invariants()
+
     @given(
         st.lists(
             st.tuples(st.sampled_from("abcde"), st.sampled_from(["enter", "leave", "charge", "refund"])), max_size=80

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from shoal.config import WorkerConfig
-from shoal.types import DeviceMode
+from shoal.errors import ConfigError
+from shoal.types import DeviceMode, LinkProfile
 from tests.support.builders import make_profile
 from worker.app import lower_tier, with_options
 from worker.kv.redis_tier import RedisTier
@@ -21,6 +24,18 @@ def test_options_go_before_the_profile() -> None:
     device = with_options(PROFILE, WorkerConfig(mode="latency", threads=3))
 
     assert device == replace(PROFILE, mode=DeviceMode.LATENCY, num_threads=3)
+
+
+def test_a_link_goes_before_that_of_the_profile_of_an_emulated_device() -> None:
+    emulated = replace(PROFILE, is_emulated=True, link=LinkProfile(1.0, 200.0))
+
+    assert with_options(emulated, WorkerConfig(link="40ms")).link == LinkProfile(40.0, 0.0)
+    assert with_options(emulated, WorkerConfig()).link == LinkProfile(1.0, 200.0)
+
+
+def test_the_link_of_a_real_device_cannot_be_set() -> None:
+    with pytest.raises(ConfigError, match="is not emulated"):
+        with_options(PROFILE, WorkerConfig(link="40ms"))
 
 
 KEEPING = replace(PROFILE, host_kv_bytes=1 << 20)
