@@ -31,7 +31,7 @@ def demo(
     """Pull a model, start a fleet, ask it, show who did what, stop."""
     # A port of its own: a fleet that is already up is not in the way.
     config = from_environment(OrchestratorConfig, {"model": model, "port": 0})
-    with running_fleet(config, devices, redis) as (fleet, _):
+    with running_fleet(config, devices, redis) as (fleet, _, _):
         say()
         say(f"> {prompt}", style="bold")
         answer, status = _ask(fleet.address, prompt)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cli.ask import DEFAULT_SERVER, Server
-from cli.terminal import say, write_json
+from cli.terminal import SENTENCE_WIDTH, console, say, tell, write_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from shoal.explanation import Explanation, RouteCandidate, RouteDecision
 
 TIMEOUT_S = 10.0
+INDENT = 2
+# Behind the time.
+EVENT_INDENT = 14
+SCORES = (
+    "scores are predicted times, the lowest wins: queue + prefill + 64 tokens for an answer (class throughput: their share "
+    "of a batch; class latency: doubled where others share the pipeline)"
+)
 
 
 def explain(
@@ -30,17 +37,17 @@ def explain(
     if json:
         write_json(story)
         return
-    say(headline(story))
+    tell(headline(story), INDENT)
     if story.routes:
-        say("scores are predicted times, the lowest wins: queue + prefill + 64 tokens for an answer (class throughput:")
-        say("their share of a batch; class latency: doubled where others share the pipeline)")
+        tell(SCORES)
     for route in story.routes:
-        say(f"\n{_at(route.at_ms)}  {route.reason}: {_choice(route)}")
-        say(candidate_table(route))
+        say()
+        tell(f"{_at(route.at_ms)}  {route.reason}: {_choice(route)}", EVENT_INDENT)
+        say(candidate_table(route, min(console().width, SENTENCE_WIDTH)))
     if story.events:
-        say("")
+        say()
     for event in story.events:
-        say(f"{_at(event.at_ms)}  {event.what}{': ' + event.detail if event.detail else ''}")
+        tell(f"{_at(event.at_ms)}  {event.what}{': ' + event.detail if event.detail else ''}", EVENT_INDENT)
 
 
 def headline(story: Explanation) -> str:
@@ -51,8 +58,8 @@ def headline(story: Explanation) -> str:
     )
 
 
-def candidate_table(route: RouteDecision) -> Table:
-    """One row a pipeline, the chosen one marked."""
+def candidate_table(route: RouteDecision, width: int) -> Table:
+    """One row a pipeline, the chosen one marked; at most so wide."""
     from rich import box
     from rich.table import Table
 
@@ -61,8 +68,11 @@ def candidate_table(route: RouteDecision) -> Table:
     for title in ("stages", "queue", "prefill", "per token", "cached", "score"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("", overflow="fold")
-    for candidate in route.candidates:
-        table.add_row(*_row(candidate, is_chosen=candidate.pipeline_id == route.pipeline_id))
+    rows = [_row(candidate, is_chosen=candidate.pipeline_id == route.pipeline_id) for candidate in route.candidates]
+    if max((sum(len(cell) + 3 for cell in row) for row in rows), default=0) > width:
+        table.width = width
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 from typer.main import get_command
 
-from cli import ask, demo, devices, explain, kv, load, models, plan, serve, sessions, show
+from cli import ask, batch, demo, devices, explain, kv, lab, load, models, on_ray, plan, scale, serve, sessions, show
 from cli.terminal import report
 from shoal.errors import ShoalError
 
@@ -38,13 +38,18 @@ app.command("explain")(explain.explain)
 app.command("drain")(devices.drain)
 app.command("cordon")(devices.cordon)
 app.command("uncordon")(devices.uncordon)
+app.command("scale")(scale.scale)
+app.command("roll")(scale.roll)
 app.command("kv")(kv.kv)
 app.command("warm")(kv.warm)
 app.add_typer(sessions.app, name="sessions")
 app.add_typer(models.app, name="models")
 app.add_typer(load.app, name="load")
+app.add_typer(lab.app, name="lab")
+app.command("batch")(batch.batch)
 app.command("orchestrator")(serve.orchestrator)
 app.command("worker")(serve.worker)
+app.command("ray-dispatcher", hidden=True)(on_ray.ray_dispatcher)
 
 
 def _print_version(is_wanted: bool) -> None:

@@ -10,6 +10,19 @@ import typer
 
 from cli.ask import DEFAULT_SERVER, Server
 from cli.models import open_store
+from cli.simulate import (
+    STREAMS_A_DEVICE,
+    ChurnRate,
+    Fleet,
+    Plot,
+    Rate,
+    Seconds,
+    Seed,
+    Simulate,
+    SimulationOptions,
+    synthetic_fleets,
+)
+from cli.simulate import simulate as play
 from cli.terminal import format_bytes, say, write_json
 from shoal.errors import ConfigError, ModelNotFound
 
@@ -17,6 +30,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from modelstore.manifest import Manifest
+    from orchestrator.core.demand import Demand
     from orchestrator.core.figures import FleetFigures
     from orchestrator.core.planning import FleetPlan, Outcome
     from orchestrator.core.predictions import Prediction, StagePrediction
@@ -27,54 +41,127 @@ TIMEOUT_S = 10.0
 LAYER_CELLS = 30
 MEMORY_CELLS = 16
 MODEL = "smollm2-135m"
+DEFAULT_STREAMS = 16
+DEFAULT_PROMPT = 256
+
+Devices = Annotated[
+    str, typer.Option(help="Devices to plan for, as phone,phone,tablet:latency; empty: those of the running fleet.")
+]
+Profiles = Annotated[
+    Path | None, typer.Option(help="A folder of device profiles to plan for, each a device.", exists=True)
+]
+Goal = Annotated[Literal["latency", "throughput", "mixed"], typer.Option(help="What the plan is to be good for.")]
+Context = Annotated[int, typer.Option(min=0, help="Tokens promised to each stream; 0: what there is memory for.")]
+Home = Annotated[Path | None, typer.Option(help="Where models are kept. [env SHOAL_HOME]", show_default=False)]
+Streams = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=100_000,
+        help=f"Streams at the same time, of all pipelines together. [default: {DEFAULT_STREAMS}, or with --fleet "
+        f"{STREAMS_A_DEVICE} a device]",
+        show_default=False,
+    ),
+]
+Prompt = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help=f"Tokens of the prompt whose first token is predicted. [default: {DEFAULT_PROMPT}]",
+        show_default=False,
+    ),
+]
+Replicas = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        max=64,
+        help="Pipelines, with --fleet of each site; 0: as many as give most tokens. [default: 1, or with --fleet 0]",
+        show_default=False,
+    ),
+]
 
 
 def plan(
-    devices: Annotated[
-        str, typer.Option(help="Devices to plan for, as phone,phone,tablet:latency; empty: those of the running fleet.")
-    ] = "",
-    profiles: Annotated[
-        Path | None, typer.Option(help="A folder of device profiles to plan for, each a device.", exists=True)
-    ] = None,
+    devices: Devices = "",
+    profiles: Profiles = None,
     model: Annotated[str, typer.Option(help="A stored model. [default: the fleet's, or smollm2-135m]")] = "",
-    objective: Annotated[
-        Literal["latency", "throughput", "mixed"], typer.Option(help="What the plan is to be good for.")
-    ] = "throughput",
-    context: Annotated[
-        int, typer.Option(min=0, help="Tokens promised to each stream; 0: what there is memory for.")
-    ] = 0,
-    streams: Annotated[
-        int, typer.Option(min=1, max=10_000, help="Streams at the same time, of all pipelines together.")
-    ] = 16,
-    replicas: Annotated[int, typer.Option(min=0, max=64, help="Pipelines; 0: as many as give most tokens.")] = 1,
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt whose first token is predicted.")] = 256,
+    objective: Goal = "throughput",
+    context: Context = 0,
+    streams: Streams = None,
+    replicas: Replicas = None,
+    prompt: Prompt = None,
+    simulate: Simulate = False,
+    fleet: Fleet = 0,
+    rate: Rate = 0.0,
+    seconds: Seconds = 0.0,
+    churn: ChurnRate = 0.0,
+    seed: Seed = 1,
+    plot: Plot = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    home: Annotated[
-        Path | None, typer.Option(help="Where models are kept. [env SHOAL_HOME]", show_default=False)
-    ] = None,
+    home: Home = None,
     server: Server = DEFAULT_SERVER,
 ) -> None:
-    """Plan who holds which layers: of devices that run, or of some that you think of."""
+    """Plan who holds which layers: of devices that run, or of some that you think of; and how that would do under load."""
     from orchestrator.core.demand import Demand
-    from orchestrator.core.planning import plan_pipelines, to_plain
-    from orchestrator.shards import footprint
     from shoal.types import Objective
 
-    manifest, fleet, source = _subject(devices, profiles, model, home, server)
+    asked = SimulationOptions(fleet, rate, seconds, churn, seed, plot)
+    if not simulate:
+        asked.check_unused()
     demand = Demand(
-        num_streams=streams,
+        num_streams=streams or (STREAMS_A_DEVICE * fleet or DEFAULT_STREAMS),
         context_tokens=context,
         objective=Objective(objective),
-        replicas=replicas,
+        replicas=(0 if fleet else 1) if replicas is None else replicas,
         is_promised=context > 0,
         is_shared=True,
-        prompt_tokens=prompt,
+        prompt_tokens=prompt or DEFAULT_PROMPT,
     )
+    if fleet:
+        _check_one_way(devices, profiles, is_synthetic=True)
+        manifest = _allowing(open_store(home).open(model or MODEL), context, prompt)
+        play(manifest, *synthetic_fleets(manifest, asked), demand, asked, is_json=json)
+        return
+    manifest, figures, source = _subject(devices, profiles, model, home, server)
+    _allowing(manifest, context, prompt)
+    if simulate:
+        play(manifest, [figures], source, demand, asked, is_json=json)
+        return
+    _plan(manifest, figures, source, demand, is_json=json)
+
+
+def _plan(manifest: Manifest, fleet: FleetFigures, source: str, demand: Demand, *, is_json: bool) -> None:
+    from orchestrator.core.planning import plan_pipelines, to_plain
+    from orchestrator.shards import footprint
+
     found = plan_pipelines(footprint(manifest), fleet, demand)
-    if json:
+    if is_json:
         write_json({"model": manifest.name, **to_plain(found)})
         return
     _show(found, manifest, source)
+
+
+def _allowing(manifest: Manifest, context: int, prompt: int | None) -> Manifest:
+    """The model, if it has room for so many tokens; 0 and None: nothing was said. Raises ConfigError with the numbers."""
+    most = manifest.config.context_tokens
+    if context > most:
+        raise ConfigError(
+            f"context = {context} is more than {manifest.name} can have: its context is {most} tokens", field="context"
+        )
+    if prompt is not None and prompt >= (context or most):
+        raise ConfigError(
+            f"prompt = {prompt} leaves no room for an answer: the context is {context or most} tokens, so it may have up to "
+            f"{(context or most) - 1}",
+            field="prompt",
+        )
+    return manifest
+
+
+def _check_one_way(devices: str, profiles: Path | None, *, is_synthetic: bool = False) -> None:
+    """Raise ConfigError if devices are said in two ways."""
+    if bool(devices) + (profiles is not None) + is_synthetic > 1:
+        raise ConfigError("devices, profiles and fleet are ways to say the same: give one of them", field="devices")
 
 
 def _subject(
@@ -84,8 +171,7 @@ def _subject(
     from orchestrator.shards import footprint
     from orchestrator.what_if import fleet_of_messages, fleet_of_profiles
 
-    if devices and profiles:
-        raise ConfigError("devices and profiles are two ways to say the same: give one of them", field="devices")
+    _check_one_way(devices, profiles)
     store = open_store(home)
     if devices or profiles:
         manifest = store.open(model or MODEL)
@@ -111,7 +197,7 @@ def _files(folder: Path | None) -> list[str]:
 
 def _named_profiles(devices: Sequence[str]) -> list[tuple[WorkerId, DeviceProfile]]:
     """Named as `shoal up` would name them."""
-    from launch.local import named_devices
+    from launch.roster import named_devices
 
     return named_devices([device.strip() for device in devices])
 

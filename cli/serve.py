@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cli.models import fetch, open_store
+from cli.on_ray import Autoscale, Elsewhere, On, RayAddress, RayChoice, RayMap, Where, choice_of, devices_of
 from cli.parameters import with_parameters
 from cli.show import device_table
 from cli.terminal import note, say, waiting
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
     from shoal.status import FleetStatus
 
 DEFAULT_DEVICES = "phone,phone,tablet"
-WATCH_S = 0.2
+START_S = 60.0
+# Nodes that have run nothing yet take seconds more.
+RAY_START_S = 120.0
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 DEFAULT_REDIS = "auto"
 DEFAULT_REDIS_MIB = 512
 # A TiB: what is more is a slip of the pen.
@@ -100,6 +104,7 @@ def orchestrator(stop_on_stdin_eof: StopOnStdinEof = False, **values: Any) -> No
 def worker(
     profile: Annotated[str, typer.Option(help="Device profile: a name like phone or tablet, or a path.")] = "host",
     stop_on_stdin_eof: StopOnStdinEof = False,
+    linger_s: Annotated[float | None, typer.Option(hidden=True)] = None,
     **values: Any,
 ) -> None:
     """Run a worker on this device and join an orchestrator."""
@@ -107,7 +112,7 @@ def worker(
     from launch.profiles import load_profile
     from worker.app import run
 
-    raise typer.Exit(run(config, load_profile(profile), stop_on_stdin_eof=stop_on_stdin_eof))
+    raise typer.Exit(run(config, load_profile(profile), stop_on_stdin_eof=stop_on_stdin_eof, linger_s=linger_s))
 
 
 @with_options(OrchestratorConfig, without=("expect_workers", "redis_url"))
@@ -116,16 +121,31 @@ def up(
     redis: RedisChoice = DEFAULT_REDIS,
     kv_redis_mib: RedisMib = DEFAULT_REDIS_MIB,
     kv_trace: KVTrace = None,
+    on: Where = On.LOCAL,
+    address: RayAddress = "auto",
+    ray_map: RayMap = None,
+    autoscale: Autoscale = "",
     **values: Any,
 ) -> None:
-    """Run a whole fleet on this machine until Ctrl-C."""
+    """Run a whole fleet until Ctrl-C, on this machine or on the nodes of a Ray cluster."""
+    from cli.watching import watch
+
     config = from_environment(OrchestratorConfig, values)
-    with running_fleet(config, devices, redis, kv_redis_mib, kv_trace) as (fleet, status), suppress(KeyboardInterrupt):
+    ray = choice_of(on, address, ray_map, autoscale, kv_trace)
+    with (
+        running_fleet(config, devices, redis, kv_redis_mib, kv_trace, ray) as (fleet, status, elsewhere),
+        suppress(KeyboardInterrupt),
+    ):
         say(device_table(status))
         say(f"{status.model} is ready at {fleet.address}; logs are in {fleet.log_directory}")
         server = "" if fleet.config.port == DEFAULT_PORT else f" --server {fleet.address}"
         say(f'try: shoal generate{server} "What is a shoal?"   (Ctrl-C here stops the fleet)')
-        _watch(fleet)
+        if config.discoverable:
+            is_here_only = config.host in LOOPBACK
+            say(
+                "workers find it: shoal worker --join discover" + "   (on this machine alone: no --host)" * is_here_only
+            )
+        watch(fleet, status, (lambda: None) if elsewhere is None else elsewhere.step)
     say("all stopped")
 
 
@@ -136,8 +156,12 @@ def running_fleet(
     redis: str = DEFAULT_REDIS,
     kv_redis_mib: int = DEFAULT_REDIS_MIB,
     kv_trace: Path | None = None,
-) -> Iterator[tuple[LocalFleet, FleetStatus]]:
-    """Get the model if need be, start a fleet, wait until it is ready; stop it at the end, also on SIGTERM."""
+    ray: RayChoice | None = None,
+) -> Iterator[tuple[LocalFleet, FleetStatus, Elsewhere | None]]:
+    """Get the model if need be, start a fleet, wait until it is ready; stop it at the end, also on SIGTERM.
+
+    Yields with it the devices that are Ray's to run, if that was asked for.
+    """
     from launch.local import LocalFleet
     from launch.redis_server import EmbeddedRedis
     from shoal.redis_connection import RedisAddress
@@ -150,24 +174,40 @@ def running_fleet(
         RedisAddress(url)
     server = None if redis != "auto" or url else EmbeddedRedis(config.home / "redis", kv_redis_mib * 2**20)
     worker = WorkerConfig(use_sockets=config.use_sockets)
-    fleet = LocalFleet(replace(config, redis_url=url), names, worker=worker, redis=server, kv_trace=kv_trace)
+    config = replace(config, redis_url=url)
+    if ray is None:
+        fleet = LocalFleet(config, names, worker=worker, redis=server, kv_trace=kv_trace)
+    else:
+        fleet = LocalFleet(config, [], redis=server, num_elsewhere=len(names))
     _require_model(config)
     started_at = time.monotonic()
-    with fleet:
-        with waiting(f"starting {', '.join(fleet.worker_ids)}") as update:
-            status = fleet.wait_ready(on_status=lambda seen: update(_describe_start(seen)))
+    # Ray's devices end last: the orchestrator first lets answers end.
+    with devices_of(ray, fleet, names) as elsewhere, fleet:
+        worker_ids = fleet.worker_ids if elsewhere is None else elsewhere.worker_ids
+        with waiting(f"starting {', '.join(worker_ids)}") as update:
+
+            def show(seen: FleetStatus) -> None:
+                update(_describe_start(seen))
+                if elsewhere is not None:
+                    elsewhere.hear()
+
+            status = fleet.wait_ready(START_S if elsewhere is None else RAY_START_S, on_status=show)
         devices_ready = "1 device" if len(names) == 1 else f"{len(names)} devices"
         say(f"{devices_ready} ready after {time.monotonic() - started_at:.1f} s", style="bold")
-        if fleet.redis_failure:
-            note(
-                f"going on without Redis: KV ends with the fleet, sessions are kept in a file alone: {fleet.redis_failure}"
-            )
-        elif fleet.config.redis_url and is_redis_away(status):
-            note(
-                "Redis does not answer, or not us (see the logs): until it does, no KV outlives the fleet, and sessions are "
-                "kept in a file alone"
-            )
-        yield fleet, status
+        _note_redis(fleet, status)
+        yield fleet, status, elsewhere
+
+
+def _note_redis(fleet: LocalFleet, status: FleetStatus) -> None:
+    if fleet.redis_failure:
+        note(
+            f"going on without Redis: KV ends with the fleet, sessions are kept in a file alone: {fleet.redis_failure}"
+        )
+    elif fleet.config.redis_url and is_redis_away(status):
+        note(
+            "Redis does not answer, or not us (see the logs): until it does, no KV outlives the fleet, and sessions are "
+            "kept in a file alone"
+        )
 
 
 def is_redis_away(status: FleetStatus) -> bool:
@@ -188,6 +228,10 @@ def _check(config: OrchestratorConfig, num_devices: int) -> None:
     from orchestrator.core.tenants import parse_weights
 
     parse_weights(config.tenant_weights)
+    if config.discoverable:
+        from shoal import discovery
+
+        discovery.require()
     if config.replicas > num_devices:
         raise ConfigError(
             f"replicas = {config.replicas} with {num_devices} devices: a pipeline needs one at least", field="replicas"
@@ -209,22 +253,3 @@ def _describe_start(status: FleetStatus) -> str:
     if status.ready:
         return "ready"
     return f"starting: {status.waiting_for}"
-
-
-def _watch(fleet: LocalFleet) -> NoReturn:
-    """Tell of lost workers while the fleet goes on without them; raise LaunchFailed if it cannot."""
-    from launch.local import failure_of, how_it_ended
-
-    told: set[str] = set()
-    while True:
-        lost = [child for child in fleet.ended() if child.profile is not None]
-        for child in lost:
-            if len(lost) == len(fleet.worker_ids):
-                raise failure_of(child)
-            if child.name not in told:
-                note(f"{child.name} {how_it_ended(child)}; the others go on without it (log: {child.log_path})")
-                told.add(child.name)
-        for revived in (fleet.revive(), "" if fleet.redis is None else fleet.redis.revive()):
-            if revived:
-                note(revived)
-        time.sleep(WATCH_S)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cli.ask import DEFAULT_SERVER, Server
-from cli.terminal import console, format_bytes, say, write_json
+from cli.columns import short_time
+from cli.terminal import console, format_bytes, say, tell, write_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from shoal.status import DeviceStatus, FleetStatus, PipelineStatus
 
 TIMEOUT_S = 10.0
+INDENT = 2
 
 
 def status(
@@ -32,11 +34,13 @@ def status(
         write_json(fleet)
         return
     state = "ready" if fleet.ready else f"not ready: {fleet.waiting_for}"
-    say(f"{fleet.model} at {server}: {state} (version {fleet.version}, up {fleet.uptime_s:.0f} s)")
+    tell(f"{fleet.model} at {server}: {state} (version {fleet.version}, up {fleet.uptime_s:.0f} s)", INDENT)
     if fleet.devices:
         say(device_table(fleet))
     for line in pipeline_lines(fleet):
-        say(line)
+        tell(line, 2 * INDENT)
+    for line in departed_lines(fleet):
+        tell(line, INDENT)
 
 
 def device_table(fleet: FleetStatus) -> Table:
@@ -131,6 +135,16 @@ COLUMNS = (
 
 def _pipeline_ids(fleet: FleetStatus) -> set[str]:
     return {device.pipeline_id for device in fleet.devices if device.pipeline_id}
+
+
+def departed_lines(fleet: FleetStatus) -> list[str]:
+    """Who is gone, since when, and why."""
+    return [
+        f"{one.worker_id} left {short_time(one.ago_s)} ago"
+        if one.has_left
+        else f"{one.worker_id} is lost, since {short_time(one.ago_s)} ago: {one.why}"
+        for one in fleet.departed
+    ]
 
 
 def pipeline_lines(fleet: FleetStatus) -> list[str]:

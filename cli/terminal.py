@@ -1,14 +1,17 @@
 """What all commands share of the terminal: consoles, one-line errors, text of models, byte counts, progress.
 
-Text of models and users is never read as markup, nothing is wrapped or animated where nobody watches, and rich's own
-rules hold for NO_COLOR. Knows nothing of fleets or models. rich is imported on use: children of a launcher do without.
+Text of models and users is never read as markup; where nobody watches, nothing but sentences is wrapped and nothing is
+animated; rich's own rules hold for NO_COLOR and COLUMNS. Knows nothing of fleets or models. rich is imported on use: the
+children of a launcher do without.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -22,6 +25,11 @@ if TYPE_CHECKING:
 
 # Wide enough that rich, which would assume 80 columns for a file or a pipe, cuts nothing off.
 WIDTH_OF_A_LOG = 200
+# Where nobody watches, a line about how far something is comes so often.
+LOG_S = 10.0
+
+# Longer lines are hard to read, however wide a terminal is.
+SENTENCE_WIDTH = 100
 
 _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 _HINTS: dict[type[ShoalError], str] = {
@@ -33,13 +41,21 @@ def console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
-    width = None if stream.isatty() else WIDTH_OF_A_LOG
+    width = None if stream.isatty() or "COLUMNS" in os.environ else WIDTH_OF_A_LOG
     return Console(file=stream, markup=False, highlight=False, emoji=False, width=width)
 
 
 def say(text: RenderableType = "", *, style: str = "") -> None:
     """Print a line or a table on stdout."""
     console().print(text, style=style, soft_wrap=isinstance(text, str))
+
+
+def tell(text: str, indent: int = 0) -> None:
+    """Print sentences on stdout, in lines that fit the terminal; from the second on they are indented so far."""
+    import textwrap
+
+    width = min(console().width, SENTENCE_WIDTH)
+    say("\n".join(textwrap.wrap(text, width, subsequent_indent=" " * indent, break_long_words=False)))
 
 
 def note(text: str, *, style: str = "dim") -> None:
@@ -146,3 +162,19 @@ def waiting(text: str) -> Iterator[Callable[[str], None]]:
     # Text, not str: a status reads its str as markup.
     with console(stderr=True).status(Text(text)) as status:
         yield lambda new: status.update(Text(new))
+
+
+@contextmanager
+def following(text: str) -> Iterator[Callable[[Callable[[], str]], None]]:
+    """As waiting(), for what changes all the time: show(describe) asks for the text, in a log once in LOG_S at most."""
+    is_watched = sys.stderr.isatty()
+    due_at = 0.0 if is_watched else time.monotonic() + LOG_S
+    with waiting(text) as update:
+
+        def show(describe: Callable[[], str]) -> None:
+            nonlocal due_at
+            if time.monotonic() >= due_at:
+                due_at = 0.0 if is_watched else time.monotonic() + LOG_S
+                update(describe())
+
+        yield show

@@ -6,30 +6,28 @@ command lines and by what the orchestrator's GetStatus says. Called by `shoal up
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import IO, NoReturn, Self
 
-from launch.profiles import load_profile
+from launch.profiles import to_toml
 from launch.redis_server import EmbeddedRedis
+from launch.roster import Device, worker_ids
 from modelstore.file_lock import exclusive_lock
 from shoal.client import Client
 from shoal.config import Config, OrchestratorConfig, WorkerConfig, options
 from shoal.errors import ConfigError, ConnectionFailed, DeadlineExceeded, LaunchFailed, NotReady, PlacementImpossible
 from shoal.status import FleetStatus
-from shoal.types import DeviceMode, DeviceProfile, WorkerId
+from shoal.types import DeviceProfile
 from worker.kv.trace import TRACE_SUFFIX
 
 ORCHESTRATOR = "orchestrator"
@@ -63,28 +61,6 @@ class Child:
         return self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-NUM_LOG_LINES:]
 
 
-@dataclass(frozen=True, slots=True)
-class _Device:
-    """A device to emulate. source: where its worker reads the profile, empty if nowhere yet; mode: in place of its own."""
-
-    profile: DeviceProfile
-    source: str = ""
-    mode: str = ""
-
-    @classmethod
-    def parse(cls, text: str) -> _Device:
-        """Read NAME, PATH, NAME:MODE or PATH:MODE. Raises ConfigError."""
-        source, colon, mode = text.rpartition(":")
-        if not colon or mode.endswith(".toml") or "/" in mode or "\\" in mode:
-            return cls(load_profile(text), text)
-        modes = [mode.value for mode in DeviceMode]
-        if mode not in modes:
-            raise ConfigError(
-                f"device {text!r}: {mode!r} is not a mode; it must be one of {', '.join(modes)}", field="devices"
-            )
-        return cls(replace(load_profile(source), mode=DeviceMode(mode)), source, mode)
-
-
 class LocalFleet:
     """An orchestrator and one worker a device, on this machine.
 
@@ -104,20 +80,23 @@ class LocalFleet:
         worker: WorkerConfig | None = None,
         redis: EmbeddedRedis | None = None,
         kv_trace: Path | None = None,
+        num_elsewhere: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """redis: a server to run beside them, in place of the configuration's redis_url.
 
-        kv_trace: a folder where each worker tells of its KV blocks, in a file of its name.
+        kv_trace: a folder where each worker tells of its KV blocks, in a file of its name. num_elsewhere: devices that
+        others start, and that are waited for.
         """
-        if not devices:
+        if not devices and not num_elsewhere:
             raise ConfigError("a fleet needs at least one device", field="devices")
         self._worker = worker or WorkerConfig()
-        self._devices = [_Device.parse(device) if isinstance(device, str) else _Device(device) for device in devices]
+        self._devices = [Device.parse(device) if isinstance(device, str) else Device(device) for device in devices]
         self.redis = redis
         self._kv_trace = kv_trace
         port = config.port or _free_port(config.host)
-        self.config = replace(config, port=port, expect_workers=len(devices))
+        self.num_elsewhere = num_elsewhere
+        self.config = replace(config, port=port, expect_workers=len(devices) + num_elsewhere)
         self.address = f"{_reachable(config.host)}:{port}"
         self._lock = ExitStack()
         self.children: list[Child] = []
@@ -141,7 +120,7 @@ class LocalFleet:
 
     @property
     def worker_ids(self) -> list[str]:
-        return list(_worker_ids([device.profile for device in self._devices]))
+        return list(worker_ids([device.profile for device in self._devices]))
 
     def start(self) -> None:
         """Start all processes at once: workers ask for the orchestrator until it answers.
@@ -205,7 +184,7 @@ class LocalFleet:
         self._revive_at, self._orchestrator_at = None, now
         _pipe_of(orchestrator).close()
         # It would wait for those who are gone, too.
-        num_workers = sum(child.process.poll() is None for child in self.children[1:])
+        num_workers = sum(child.process.poll() is None for child in self.children[1:]) + self.num_elsewhere
         config = replace(self.config, expect_workers=max(num_workers, 1))
         self.children[0] = self._spawn(ORCHESTRATOR, [ORCHESTRATOR, *to_flags(config)], is_again=True)
         return f"{ORCHESTRATOR} {how_it_ended(orchestrator)}; it is started again (log: {orchestrator.log_path})"
@@ -254,7 +233,7 @@ class LocalFleet:
         with Client(self.address, timeout_s=STATUS_TIMEOUT_S) as client:
             while time.monotonic() < deadline:
                 self.check()
-                status = _try_status(client)
+                status = try_status(client)
                 if status is not None:
                     on_status(status)
                     if status.is_complete:
@@ -269,7 +248,8 @@ class LocalFleet:
 
     def _is_stuck(self, status: FleetStatus) -> bool:
         """Whether all devices are there and none of them has anything to do."""
-        return len(status.devices) == len(self._devices) and all(one.layers is None for one in status.devices)
+        num_expected = len(self._devices) + self.num_elsewhere
+        return len(status.devices) == num_expected and all(one.layers is None for one in status.devices)
 
     def stop(self) -> None:
         """End all children: the orchestrator, which drains, the workers, Redis at last; who does not end is killed."""
@@ -316,6 +296,19 @@ def failure_of(child: Child) -> LaunchFailed:
     return LaunchFailed(f"{child.name} {how_it_ended(child)}; the last lines of {child.log_path}:\n{lines}")
 
 
+def failure_of_all(children: Sequence[Child]) -> LaunchFailed:
+    """What is to be said when all devices have ended by themselves."""
+    if len(children) == 1:
+        return failure_of(children[0])
+    ends = ", ".join(f"{child.name} {how_it_ended(child)}" for child in children)
+    first = children[0]
+    lines = "\n".join(f"  {line}" for line in first.last_log_lines) or "  (nothing)"
+    return LaunchFailed(
+        f"all {len(children)} devices have ended, nothing can serve any more: {ends}; the last lines of "
+        f"{first.log_path}:\n{lines}"
+    )
+
+
 def how_it_ended(child: Child) -> str:
     """As in "was ended by SIGKILL"."""
     return _describe_end(child.process.returncode)
@@ -335,54 +328,8 @@ def to_flags(config: Config) -> list[str]:
     return flags
 
 
-def to_toml(profile: DeviceProfile) -> str:
-    """The file from which load_profile reads this profile again; memory is rounded down to whole MiB."""
-    fields = {
-        "name": profile.name,
-        "kind": profile.kind,
-        "mode": profile.mode.value,
-        "memory_mib": max(1, profile.memory_bytes // 2**20),
-        "host_kv_mib": profile.host_kv_bytes // 2**20,
-        "kv_policy": profile.kv_policy.value,
-        "speed": profile.speed,
-        "threads": profile.num_threads,
-        "max_batch": profile.max_batch,
-        "poll_ms": profile.poll_ms,
-        "allow_direct_links": profile.allow_direct_links,
-        "emulated": profile.is_emulated,
-    }
-    tables = {
-        "fallback": {"timeout_ms": profile.fallback_timeout_ms},
-        # A list that is empty says as much as one that is not there, which is how a file says it.
-        "limits": {name: value for name, value in asdict(profile.limits).items() if value != ()},
-        "link": asdict(profile.link),
-        "thermal": asdict(profile.thermal),
-        "battery": asdict(profile.battery),
-    }
-    return _to_lines(fields) + "".join(f"[{table}]\n{_to_lines(content)}" for table, content in tables.items())
-
-
-def _to_lines(fields: Mapping[str, object]) -> str:
-    # JSON's texts, numbers, lists and truth values are TOML's too.
-    return "".join(f"{name} = {json.dumps(value)}\n" for name, value in fields.items())
-
-
-def named_devices(devices: Sequence[str]) -> list[tuple[WorkerId, DeviceProfile]]:
-    """The devices of a fleet before its start: names or paths of profiles as LocalFleet takes them. Raises ConfigError."""
-    profiles = [_Device.parse(device).profile for device in devices]
-    return [(WorkerId(worker_id), profile) for worker_id, profile in zip(_worker_ids(profiles), profiles, strict=True)]
-
-
-def _worker_ids(profiles: Sequence[DeviceProfile]) -> Iterator[str]:
-    """phone-1, phone-2, tablet-1: also names of folders, hence of harmless characters only."""
-    counts: Counter[str] = Counter()
-    for profile in profiles:
-        name = re.sub(r"[^A-Za-z0-9_-]", "-", profile.name)
-        counts[name] += 1
-        yield f"{name}-{counts[name]}"
-
-
-def _try_status(client: Client) -> FleetStatus | None:
+def try_status(client: Client) -> FleetStatus | None:
+    """The status of a fleet; None: nobody answers just now."""
     try:
         return client.status()
     except (ConnectionFailed, DeadlineExceeded, NotReady):

@@ -7,10 +7,11 @@ DeviceProfile that comes out.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -171,6 +172,38 @@ def load_profile(name_or_path: str, measure: Callable[[], Machine] = measure_mac
     _check_thresholds(file, profile.limits)
     _check_emulation(file, profile)
     return profile
+
+
+def to_toml(profile: DeviceProfile) -> str:
+    """The file from which load_profile reads this profile again; memory is rounded down to whole MiB."""
+    fields = {
+        "name": profile.name,
+        "kind": profile.kind,
+        "mode": profile.mode.value,
+        "memory_mib": max(1, profile.memory_bytes // 2**20),
+        "host_kv_mib": profile.host_kv_bytes // 2**20,
+        "kv_policy": profile.kv_policy.value,
+        "speed": profile.speed,
+        "threads": profile.num_threads,
+        "max_batch": profile.max_batch,
+        "poll_ms": profile.poll_ms,
+        "allow_direct_links": profile.allow_direct_links,
+        "emulated": profile.is_emulated,
+    }
+    tables = {
+        "fallback": {"timeout_ms": profile.fallback_timeout_ms},
+        # A list that is empty says as much as one that is not there, which is how a file says it.
+        "limits": {name: value for name, value in asdict(profile.limits).items() if value != ()},
+        "link": asdict(profile.link),
+        "thermal": asdict(profile.thermal),
+        "battery": asdict(profile.battery),
+    }
+    return _to_lines(fields) + "".join(f"[{table}]\n{_to_lines(content)}" for table, content in tables.items())
+
+
+def _to_lines(fields: Mapping[str, object]) -> str:
+    # JSON's texts, numbers, lists and truth values are TOML's too.
+    return "".join(f"{name} = {json.dumps(value)}\n" for name, value in fields.items())
 
 
 def _check(file: TomlFile, path: tuple[str, ...], value: Any, rules: Mapping[str, Rule]) -> None:

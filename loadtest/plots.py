@@ -1,7 +1,8 @@
 """Draws a run: distributions, timeline, errors, ramp; each as an SVG element to be put into a page.
 
-Owns how figures look, but no colours: those are the page's, by CSS variables, so that a page may be light or dark. The only
-importer of matplotlib, with no state of it shared (no pyplot); imported by `report` when a page is wanted.
+Owns how figures look, but no colours: those are the page's, by CSS variables, so that a page may be light or dark. Curves of
+anything are drawn as files of their own. The only importer of matplotlib, with no state of it shared (no pyplot); imported
+by `report` when a page is wanted, and by whoever wants curves.
 """
 
 from __future__ import annotations
@@ -70,6 +71,16 @@ MAX_RATE_TICKS = 16
 # Zero, as between tokens of one message, has no place on a logarithmic axis.
 MIN_SHOWN_S = 1e-4
 
+# Of a picture that is no part of a page: plain, for not every viewer knows variables.
+_FILE_COLOURS = {
+    "var(--ink)": "#1c2430",
+    "var(--faint)": "#c9d0d9",
+    "var(--latency)": "#1f5fd0",
+    "var(--balanced)": "#b4530a",
+    "var(--throughput)": "#17794a",
+}
+_FILE_PAPER = '<rect width="100%" height="100%" style="fill: #ffffff"/>'
+
 Floats = npt.NDArray[np.float64]
 Panel = Callable[[Axes], None]
 
@@ -80,6 +91,66 @@ class Picture:
 
     svg: str
     caption: str
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Points of a line. is_marked: each is a measurement of its own."""
+
+    label: str
+    points: Sequence[tuple[float, float]]
+    is_marked: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """Up to three lines over one axis. is_log: of x, or of both axes. is_share: y goes from 0 to 1. marks: places on x."""
+
+    title: str
+    x_label: str
+    curves: Sequence[Curve]
+    is_log_x: bool = False
+    is_log_y: bool = False
+    is_share: bool = False
+    marks: Sequence[float] = ()
+
+
+def draw_curves(name: str, panels: Sequence[Curves]) -> str:
+    """Draw lines, panels one below the other; return an SVG document."""
+    drawn = [_curves_panel(one) for one in panels]
+    svg = _draw(name, (HALF * 1.4, 0.5 + 2.5 * len(panels)), drawn, is_one_axis=False)
+    svg = re.sub(r' role="img" aria-hidden="true"', "", svg, count=1)
+    for variable, colour in _FILE_COLOURS.items():
+        svg = svg.replace(variable, colour)
+    return svg.replace(">", f">{_FILE_PAPER}", 1)
+
+
+def _curves_panel(sheet: Curves) -> Panel:
+    def draw(axes: Axes) -> None:
+        for curve, colour, dash in zip(sheet.curves, _SERIES.values(), _DASHES.values(), strict=False):
+            x, y = [x for x, _ in curve.points], [y for _, y in curve.points]
+            axes.plot(x, y, dash + ("o" if curve.is_marked else ""), markersize=4, color=colour, label=curve.label)
+        if sheet.is_log_x:
+            axes.set_xscale("log")
+            axes.xaxis.set_minor_locator(NullLocator())
+            axes.xaxis.set_major_locator(FixedLocator(_rate_ticks([x for one in sheet.curves for x, _ in one.points])))
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+        if sheet.is_log_y:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+        else:
+            most = max((y for one in sheet.curves for _, y in one.points), default=0.0)
+            axes.set_ylim(0, 1.03 if sheet.is_share else most * 1.08 or 1.0)
+        if sheet.is_share:
+            axes.yaxis.set_major_formatter(FuncFormatter(_percent))
+        for at in sheet.marks:
+            axes.axvline(at, color=_FAINT, linewidth=1, linestyle=":")
+        axes.set_title(sheet.title)
+        axes.set_xlabel(sheet.x_label)
+        if len(sheet.curves) > 1:
+            axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.0, ncols=3)
+
+    return draw
 
 
 def draw_run(result: RunResult) -> list[Picture]:
@@ -291,12 +362,12 @@ def _over_time(axes: Axes, edges: Floats, title: str) -> None:
     axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.0, ncols=4)
 
 
-def _draw(name: str, size: tuple[float, float], panels: Sequence[Panel]) -> str:
-    """Draw onto fresh axes, one below the other; return the SVG element."""
+def _draw(name: str, size: tuple[float, float], panels: Sequence[Panel], *, is_one_axis: bool = True) -> str:
+    """Draw onto fresh axes, one below the other, of one x axis if they share it; return the SVG element."""
     text = io.StringIO()
     with mpl.rc_context({**_STYLE, "svg.hashsalt": name}):
         figure = Figure(figsize=size, layout="constrained")
-        rows = figure.subplots(len(panels), 1, sharex=True, squeeze=False)
+        rows = figure.subplots(len(panels), 1, sharex=is_one_axis, squeeze=False)
         for panel, axes in zip(panels, rows[:, 0], strict=True):
             panel(axes)
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})

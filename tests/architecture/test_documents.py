@@ -15,7 +15,7 @@ from shoal import breaker
 from worker import lifecycle
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("shoal", "modelstore", "orchestrator", "worker", "launch", "loadtest", "cli")
+PACKAGES = ("shoal", "modelstore", "orchestrator", "worker", "simulation", "launch", "loadtest", "batch", "cli")
 MAX_FUNCTION_LINES = 50
 MAX_FILE_LINES = 450
 

@@ -77,3 +77,22 @@ def test_an_unknown_request_is_a_typed_error(server: FakeServer) -> None:
 
     with pytest.raises(RequestNotFound, match="no request 'x'"):
         explain("x", json=False, server=server.address)
+
+
+def test_no_line_of_a_story_is_longer_than_the_terminal(
+    server: FakeServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "90")
+    story = admin_pb2.ExplainResponse()
+    story.CopyFrom(STORY)
+    story.tenant = "t" * 40
+    story.routes[0].candidates[1].ruled_out = "its KV holds 4096 tokens and the request needs more than that, " * 3
+    story.events.append(admin_pb2.RequestEvent(at_ms=600.0, what="parked", detail="device phone-2 was lost " * 8))
+    server.orchestrator.explanation = story
+
+    explain("r-1", json=False, server=server.address)
+
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 90
+    assert "and the request needs more" in " ".join(" ".join(lines).split())
+    assert lines[-1].startswith(" " * 14 + "device") or lines[-1].startswith(" " * 14 + "was")

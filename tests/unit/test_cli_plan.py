@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from cli.plan import plan
+from modelstore.store import ModelStore
 from shoal.errors import ConfigError, PlacementImpossible
 from tests.support.shards import make_tiny_model
 
@@ -82,7 +84,44 @@ def test_an_impossible_plan_says_what_is_missing(home: Path, tmp_path: Path) -> 
 
 
 def test_devices_are_said_in_one_way(home: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="two ways"):
+    with pytest.raises(ConfigError, match="ways to say the same"):
         plan(devices="phone", profiles=tmp_path, home=home)
     with pytest.raises(ConfigError, match=r"no \.toml file"):
         plan(profiles=tmp_path, home=home, model="tiny")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"context": 100_000}, "context = 100000 is more than tiny can have: its context is {most} tokens"),
+        ({"prompt": 100_000}, "prompt = 100000 leaves no room for an answer: the context is {most} tokens"),
+        ({"context": 32, "prompt": 32}, "prompt = 32 leaves no room for an answer: the context is 32 tokens, so .* 31"),
+    ],
+)
+def test_more_tokens_than_the_model_can_have_are_refused_with_the_numbers(
+    home: Path, tmp_path: Path, options: dict[str, int], message: str
+) -> None:
+    most = ModelStore(home).open("tiny").config.context_tokens
+    with pytest.raises(ConfigError, match=message.format(most=most)):
+        plan(profiles=write_devices(tmp_path, 1.0), model="tiny", home=home, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("devices", "question"),
+    [
+        ("phone,tablte", "did you mean tablet?"),
+        ("Phone", "did you mean phone?"),
+        ("phone:lateny", "did you mean latency?"),
+    ],
+)
+def test_a_slip_in_the_list_of_devices_is_answered_with_the_name_that_is_close(
+    home: Path, devices: str, question: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(question)):
+        plan(devices=devices, model="tiny", home=home, streams=4)
+
+
+def test_a_device_that_is_like_no_other_is_answered_with_those_there_are(home: Path) -> None:
+    with pytest.raises(ConfigError, match="shipped are edge-box") as raised:
+        plan(devices="zebra", model="tiny", home=home)
+    assert "did you mean" not in raised.value.message

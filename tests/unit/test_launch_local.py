@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.local import MAX_DEATHS, STEADY_S, Child, LocalFleet, to_flags, to_toml
-from launch.profiles import SHIPPED, load_profile
+from launch.local import MAX_DEATHS, STEADY_S, Child, LocalFleet, failure_of, failure_of_all, to_flags
+from launch.profiles import SHIPPED, load_profile, to_toml
 from shoal.config import Config, OrchestratorConfig, WorkerConfig
 from shoal.errors import ConfigError, LaunchFailed
 from shoal.types import BatteryModel, DeviceLimits, DeviceMode, DeviceProfile, KVPolicy, LinkProfile, ThermalModel
@@ -357,3 +357,25 @@ def test_a_fleet_whose_orchestrator_fails_says_why(tmp_path: Path) -> None:
         pytest.raises(LaunchFailed, match=r"(?s)orchestrator .*smollm2-135m"),
     ):
         fleet.wait_ready()
+
+
+def test_when_all_devices_have_ended_each_is_named_with_how(tmp_path: Path) -> None:
+    children = [
+        make_child("phone-1", "print('out of memory'); raise SystemExit(3)", tmp_path),
+        make_child("phone-2", "raise SystemExit(4)", tmp_path),
+    ]
+    for child in children:
+        child.process.wait()
+        assert child.process.stdin is not None
+        child.process.stdin.close()
+    message = failure_of_all(children).message
+    assert "all 2 devices have ended, nothing can serve any more" in message
+    assert "phone-1 ended with exit code 3, phone-2 ended with exit code 4" in message
+    assert message.endswith(f"{children[0].log_path}:\n  out of memory")
+    assert failure_of_all(children[:1]).message == failure_of(children[0]).message
+
+
+def test_an_orchestrator_waits_for_the_devices_that_others_start(tmp_path: Path) -> None:
+    fleet = LocalFleet(OrchestratorConfig(home=tmp_path, port=0), ["phone"], num_elsewhere=2)
+
+    assert fleet.config.expect_workers == 3

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from cli import show
-from cli.show import device_table, pipeline_lines
+from cli.show import departed_lines, device_table, pipeline_lines
 from cli.terminal import say
 from shoal.status import FleetStatus, status_from_proto
 from shoal.v1 import admin_pb2, fleet_pb2, types_pb2
+from tests.support.fake_server import FakeServer
+from tests.unit.conftest import Run
 
 MIB = 2**20
 
@@ -156,3 +158,39 @@ def test_a_pipeline_that_is_spared_says_how_much_and_for_whom() -> None:
 
 def test_a_fleet_that_serves_nothing_has_no_lines() -> None:
     assert pipeline_lines(make_status([make_device("phone-1", "", None)])) == []
+
+
+def test_devices_that_are_gone_are_told_with_when_and_why() -> None:
+    status = status_from_proto(
+        admin_pb2.GetStatusResponse(
+            departed=[
+                admin_pb2.DepartedDevice(worker_id="phone-2", why="no heartbeat for 5 s", ago_s=12.2),
+                admin_pb2.DepartedDevice(worker_id="tablet-1", why="it left", ago_s=150.0, has_left=True),
+            ]
+        )
+    )
+    assert departed_lines(status) == ["phone-2 is lost, since 12s ago: no heartbeat for 5 s", "tablet-1 left 2m ago"]
+
+
+def test_no_line_of_a_status_is_longer_than_the_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    devices = [
+        make_device(
+            "flagship-phone-1", thermal_state="critical", thermal_cause="temperature 81.5 C", temperature_c=81.5
+        ),
+        make_device("flagship-phone-2", layers=(12, 30), battery_percent=12.0),
+    ]
+    pipeline = make_pipeline(
+        "p1", kv_tokens=130_000, used_kv_tokens=120_000, context_tokens=8192, max_batch=1, num_waiting=17
+    )
+    status = admin_pb2.GetStatusResponse(
+        model="tiny",
+        waiting_for="w " * 100,
+        devices=devices,
+        pipelines=[pipeline],
+        departed=[admin_pb2.DepartedDevice(worker_id="phone-2", why="its data link ended: " + "x " * 60)],
+    )
+    with FakeServer(status=status) as server:
+        lines = run("status", "--server", server.address).out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any(line.split()[:1] == ["flagship-phone-1"] for line in lines)
