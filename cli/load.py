@@ -62,9 +62,18 @@ def _settings(
     ] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write the report as a page.", dir_okay=False)] = None,
     records: Annotated[bool, typer.Option("--records", help="In the JSON: every request by itself.")] = False,
+    ray: Annotated[
+        int,
+        typer.Option(
+            "--ray", help="Ask from so many harnesses on a Ray cluster; for `server` and `trace`.", min=0, max=1024
+        ),
+    ] = 0,
+    ray_address: Annotated[
+        str, typer.Option(help="With --ray: the cluster's head, HOST:PORT; auto: of this machine.")
+    ] = "auto",
 ) -> Settings:
     files = Files(json, html, records)
-    return Settings(seed, server, openai, model, raw, ttft_ms, tpot_ms, timeout, files)
+    return Settings(seed, server, openai, model, raw, ttft_ms, tpot_ms, timeout, files, ray, ray_address)
 
 
 # The options of _settings(), which makes Settings of their values.

@@ -12,14 +12,14 @@ import re
 import shlex
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from cli.load_report import Files, check_files, finish
-from cli.terminal import note, waiting
+from cli.terminal import following, note, waiting
 from shoal.errors import ConfigError
 from shoal.types import QosClass
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from loadtest.targets import Target
 
 KEY_VARIABLE = "SHOAL_OPENAI_KEY"
-# Where nobody watches, a line about the progress of a run is due so often.
-LOG_S = 10.0
+# For the word to get to all harnesses before the first request is due.
+START_LEAD_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,8 @@ class Settings:
     tpot_ms: float | None
     timeout_s: float
     files: Files
+    num_harnesses: int = 0
+    ray_address: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ def run_and_report(settings: Settings, plan: Plan, slos: Slos) -> None:
     check_files(settings.files)
     _check_time(plan, settings.timeout_s)
     slos = _objectives(settings, slos)
-    outcome = asyncio.run(_run(settings, plan, slos))
+    outcome = _run_on_ray(settings, plan, slos) if settings.num_harnesses else asyncio.run(_run(settings, plan, slos))
     finish(settings.files, outcome)
 
 
@@ -76,6 +78,8 @@ def ramp_and_report(settings: Settings, make_plan: Callable[[float], Plan], slos
     from loadtest.ramp import RampBounds, RateSearch
 
     check_files(settings.files)
+    if settings.num_harnesses:
+        raise ConfigError("--ramp looks for a rate with one harness; leave --ray or --ramp out", field="ray")
     slos = _objectives(settings, slos)
     search = RateSearch(ramping.first_rate_per_s, max_probes=ramping.max_probes)
     bounds = RampBounds(ramping.good_share, settings.timeout_s)
@@ -84,6 +88,21 @@ def ramp_and_report(settings: Settings, make_plan: Callable[[float], Plan], slos
         raise ConfigError("a ramp needs an objective to keep: give --ttft-ms or --tpot-ms", field="ttft_ms")
     ramp = asyncio.run(_ramp(settings, make_plan, slos, search, bounds))
     finish(settings.files, ramp.best, ramp, ramping.good_share)
+
+
+def _run_on_ray(settings: Settings, plan: Plan, slos: Slos) -> Outcome:
+    """Run a plan from several harnesses on a Ray cluster; what all of them saw is one report."""
+    from loadtest.parts import Part, merge, run_part, split
+
+    make_target = partial(_make_target, settings, _key())
+    parts = [Part(part, make_target, dict(slos), settings.timeout_s) for part in split(plan, settings.num_harnesses)]
+    try:
+        from launch.ray_cluster import spread
+    except ImportError as error:
+        raise ConfigError(f"Ray is not there ({error}); install it with: pip install 'shoal[ray]'") from None
+    with waiting(f"{plan.description}, from {len(parts)} harnesses on Ray"):
+        outcomes = spread(settings.ray_address, run_part, parts, START_LEAD_S)
+    return merge(plan, outcomes, _command())
 
 
 async def _run(settings: Settings, plan: Plan, slos: Slos) -> Outcome:
@@ -127,18 +146,23 @@ async def _ramp(
 @asynccontextmanager
 async def _open_target(settings: Settings) -> AsyncIterator[tuple[Target, str]]:
     """Make contact, so that a wrong address is found out before anything else; yields target and description."""
-    from loadtest.targets import OpenAiTarget, ShoalTarget
-
-    target: Target
-    if settings.openai is None:
-        target = ShoalTarget(settings.server, model=settings.model, is_chat=not settings.is_raw)
-    else:
-        key = os.environ.get(KEY_VARIABLE, "")
-        target = OpenAiTarget(settings.openai, model=settings.model, api_key=key, is_chat=not settings.is_raw)
+    target = _make_target(settings, _key())
     try:
         yield target, await target.describe()
     finally:
         await target.close()
+
+
+def _key() -> str:
+    return os.environ.get(KEY_VARIABLE, "")
+
+
+def _make_target(settings: Settings, key: str) -> Target:
+    from loadtest.targets import OpenAiTarget, ShoalTarget
+
+    if settings.openai is None:
+        return ShoalTarget(settings.server, model=settings.model, is_chat=not settings.is_raw)
+    return OpenAiTarget(settings.openai, model=settings.model, api_key=key, is_chat=not settings.is_raw)
 
 
 @contextmanager
@@ -168,18 +192,8 @@ def _stopping() -> Iterator[asyncio.Event]:
 @contextmanager
 def _progress(title: str) -> Iterator[Show]:
     """Show how far a run is: all the time at a terminal, now and then in a log."""
-    is_watched = sys.stderr.isatty()
-    due_at_s = 0.0 if is_watched else time.monotonic() + LOG_S
-
-    with waiting(title) as update:
-
-        def show(progress: Progress) -> None:
-            nonlocal due_at_s
-            if time.monotonic() >= due_at_s:
-                due_at_s = 0.0 if is_watched else time.monotonic() + LOG_S
-                update(_describe(progress))
-
-        yield show
+    with following(title) as show:
+        yield lambda progress: show(partial(_describe, progress))
 
 
 def _describe(progress: Progress) -> str:

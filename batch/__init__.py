@@ -1,0 +1,1 @@
+"""Offline batches: a file of prompts in, a file of answers out."""

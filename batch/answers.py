@@ -1,0 +1,138 @@
+"""The file of answers: a JSON object a line, appended and forced to the disk, so that a batch goes on where it was killed.
+
+Owns the file. A line that is whole is an answer, once; a last line that is not was being written when the process died, and
+is cut off. When all is answered the lines are put in the order of the prompts, in one step. Called by `driver`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from modelstore.blob_writer import sync_folder
+from shoal.errors import ConfigError, StorageFull
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """An answer that is in the file."""
+
+    digest: str
+    is_error: bool
+    completion_tokens: int
+
+
+class AnswerFile:
+    """Answers by the number of their line.
+
+    Invariants: a line number is in the file at most once; every answer in `kept` is on the disk; one process has the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: IO[bytes] | None = None
+        self.kept: dict[int, Kept] = {}
+        # Bytes of a line that was cut off.
+        self.num_repaired = 0
+
+    def __enter__(self) -> Self:
+        """Open, lock, repair and read it. Raises ConfigError if somebody else writes to it, or it is something else."""
+        try:
+            self._file = self._path.open("a+b")
+        except OSError as error:
+            raise ConfigError(f"{self._path}: cannot be written: {error.strerror}", field="out") from error
+        try:
+            self._lock(self._file)
+            self._read(self._file)
+            # The file may be new, and its name is to be there after a power cut, too.
+            sync_folder(self._path.absolute().parent)
+        except BaseException:
+            self._file.close()
+            raise
+        return self
+
+    def _lock(self, file: IO[bytes]) -> None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{self._path}: another batch writes to it; wait for its end, or give another --out", field="out"
+            ) from None
+
+    def _read(self, file: IO[bytes]) -> None:
+        file.seek(0)
+        end = 0
+        for number, raw in enumerate(file, start=1):
+            if not raw.endswith(b"\n"):
+                self.num_repaired = len(raw)
+                file.truncate(end)
+                os.fsync(file.fileno())
+                break
+            self._take(number, raw)
+            end += len(raw)
+        file.seek(0, os.SEEK_END)
+
+    def _take(self, number: int, raw: bytes) -> None:
+        try:
+            answer = json.loads(raw)
+            line, kept = answer["line"], _kept(answer)
+            is_new = type(line) is int and line not in self.kept
+        except (ValueError, KeyError, TypeError):
+            is_new = False
+        if not is_new:
+            raise ConfigError(
+                f"{self._path}:{number}: is no line of a batch's answers, or is there twice; give another --out",
+                field="out",
+            )
+        self.kept[line] = kept
+
+    def append(self, answers: Iterable[Mapping[str, Any]]) -> None:
+        """Write answers and wait for the disk; only then are they kept. Raises StorageFull."""
+        assert self._file is not None
+        answers = list(answers)
+        assert not any(answer["line"] in self.kept for answer in answers)
+        try:
+            self._file.write(b"".join(_encode(answer) for answer in answers))
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise StorageFull(
+                f"{self._path}: cannot be written: {error.strerror}; make room, and start the batch again to go on"
+            ) from error
+        self.kept.update((answer["line"], _kept(answer)) for answer in answers)
+
+    def sort(self) -> None:
+        """Put the lines in the order of the prompts: the file is the old one or the new one, whenever the process dies."""
+        assert self._file is not None
+        self._file.seek(0)
+        lines = list(self._file)
+        ordered = sorted(lines, key=lambda raw: int(json.loads(raw)["line"]))
+        if ordered == lines:
+            return
+        beside = self._path.with_name(self._path.name + ".sorting")
+        with beside.open("wb") as file:
+            file.writelines(ordered)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(self._path)
+        sync_folder(self._path.absolute().parent)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def _kept(answer: Mapping[str, Any]) -> Kept:
+    return Kept(str(answer["prompt_digest"]), "error" in answer, int(answer.get("completion_tokens", 0)))
+
+
+def _encode(answer: Mapping[str, Any]) -> bytes:
+    return json.dumps(answer, ensure_ascii=False).encode() + b"\n"

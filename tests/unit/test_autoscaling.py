@@ -1,0 +1,90 @@
+"""The autoscaler looks, has one change made at a time, and tells of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from launch.autoscaling import LOOK_S, Autoscaler
+from launch.desk import Desk, Wanted
+from launch.scaling import SETTLE_S, UP_S, Bounds
+from tests.support.commands import until
+
+
+class Office:
+    """An autoscaler with a clock, a queue and a command of the test's own."""
+
+    def __init__(self, home: Path, program: str) -> None:
+        self.now = 0.0
+        self.num_waiting = 0
+        self.asked: list[str] = []
+        self._program = program
+        self.desk = Desk(home, 50_070)
+        self.desk.tell(Wanted(("phone", "tablet")))
+        self.scaler = Autoscaler(
+            "127.0.0.1:50070",
+            home,
+            self.desk,
+            Bounds("tablet", 1, 3),
+            status=self._status,
+            command=self._command,
+            clock=lambda: self.now,
+        )
+
+    def _status(self, _: str) -> Any:
+        return SimpleNamespace(num_waiting=self.num_waiting, num_running=2)
+
+    def _command(self, count: str) -> list[str]:
+        self.asked.append(count)
+        return [sys.executable, "-c", self._program]
+
+    def fill(self) -> list[str]:
+        """Let the queue be full for long enough; what is told then."""
+        self.num_waiting = 9
+        self.now += SETTLE_S
+        assert self.scaler.step() == []
+        self.now += max(UP_S, LOOK_S)
+        return self.scaler.step()
+
+
+@pytest.fixture
+def make_office(tmp_path: Path) -> Iterator[Any]:
+    offices: list[Office] = []
+
+    def make(program: str) -> Office:
+        offices.append(Office(tmp_path, program))
+        return offices[-1]
+
+    yield make
+    for office in offices:
+        office.scaler.stop()
+
+
+def test_a_full_queue_has_another_device_come_and_that_is_told(make_office: Any) -> None:
+    office = make_office("")
+
+    told = office.fill()
+
+    assert office.asked == ["tablet=2"]
+    assert told == ["9 requests wait, 2 are computed: tablet=2 in place of 1"]
+
+
+def test_nothing_more_is_asked_for_while_a_change_is_under_way(make_office: Any) -> None:
+    office = make_office("import time; time.sleep(60)")
+    office.fill()
+    office.now += 1000.0
+
+    assert office.scaler.step() == []
+    assert office.asked == ["tablet=2"]
+
+
+def test_a_change_that_failed_is_told_with_its_error(make_office: Any) -> None:
+    office = make_office("import sys; sys.exit('error: no room')")
+    office.fill()
+
+    assert until(office.scaler.step) == ["error: no room"]

@@ -1,0 +1,91 @@
+"""The file of answers, after ends of all kinds: nothing is lost, nothing is there twice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from batch.answers import AnswerFile
+from shoal.errors import ConfigError
+
+
+def answer(line: int, text: str = "Hi") -> dict[str, object]:
+    return {"line": line, "id": f"line-{line}", "text": text, "completion_tokens": 2, "prompt_digest": "d"}
+
+
+def lines_of(path: Path) -> list[int]:
+    return [json.loads(line)["line"] for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def written(path: Path, *lines: int) -> None:
+    with AnswerFile(path) as file:
+        file.append(answer(line) for line in lines)
+
+
+def test_what_was_appended_is_found_again(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    written(path, 2, 1)
+
+    with AnswerFile(path) as file:
+        assert file.kept.keys() == {1, 2}
+        assert file.num_repaired == 0
+
+
+@pytest.mark.parametrize("num_bytes", [1, 10, 70])
+def test_a_last_line_that_was_cut_off_is_removed_and_the_next_one_is_whole(tmp_path: Path, num_bytes: int) -> None:
+    path = tmp_path / "answers.jsonl"
+    written(path, 1, 2)
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole.splitlines(keepends=True)[1][:num_bytes])
+
+    with AnswerFile(path) as file:
+        assert (set(file.kept), file.num_repaired) == ({1, 2}, num_bytes)
+        file.append([answer(3)])
+
+    assert lines_of(path) == [1, 2, 3]
+
+
+def test_a_line_without_its_end_is_not_an_answer_though_it_could_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    written(path, 1)
+    path.write_bytes(path.read_bytes()[:-1])
+
+    with AnswerFile(path) as file:
+        assert not file.kept
+
+
+def test_sorting_puts_answers_in_the_order_of_the_prompts(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    with AnswerFile(path) as file:
+        file.append(answer(line) for line in (3, 1, 2))
+        file.sort()
+
+    assert lines_of(path) == [1, 2, 3]
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_file_of_something_else_is_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    path.write_text("dear diary\n")
+
+    with pytest.raises(ConfigError, match=r"answers\.jsonl:1"), AnswerFile(path):
+        pass
+
+    assert path.read_text() == "dear diary\n"
+
+
+def test_a_line_that_is_there_twice_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    written(path, 1)
+    path.write_bytes(path.read_bytes() * 2)
+
+    with pytest.raises(ConfigError, match="there twice"), AnswerFile(path):
+        pass
+
+
+def test_a_second_batch_on_the_same_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    with AnswerFile(path), pytest.raises(ConfigError, match="another batch writes to it"), AnswerFile(path):
+        pass

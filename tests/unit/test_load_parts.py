@@ -1,0 +1,106 @@
+"""An open-loop plan among several harnesses: nothing is asked twice or by nobody, and the report is that of one run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+
+import pytest
+
+from loadtest.answers import Arrival, End, Event
+from loadtest.parts import Part, merge, run_part, shifted, split
+from loadtest.plan import PlannedRequest
+from loadtest.runner import Ending, Outcome
+from shoal.errors import ConfigError
+from tests.support.load_runs import SLOS, make_plan, make_record, make_result, planned
+
+
+class QuickTarget:
+    """Answers at once."""
+
+    async def describe(self) -> str:
+        return "quick"
+
+    async def ask(self, request: PlannedRequest) -> AsyncGenerator[Event, None]:
+        yield Arrival(request.max_tokens)
+        yield End("length", completion_tokens=request.max_tokens)
+
+    async def close(self) -> None: ...
+
+
+def numbers(requests: tuple[PlannedRequest, ...]) -> list[int]:
+    return [request.number for request in requests]
+
+
+def test_parts_are_the_whole_plan_in_turn() -> None:
+    plan = make_plan(*(planned(number, due_s=number / 10) for number in range(7)))
+
+    parts = split(plan, 3)
+
+    assert [numbers(part.requests) for part in parts] == [[0, 3, 6], [1, 4], [2, 5]]
+
+
+def test_the_turns_of_a_conversation_stay_together() -> None:
+    plan = make_plan(planned(0, 0.0), planned(1, 0.1), planned(2, 0.2, after=1), planned(3, 0.3, after=2))
+
+    assert [numbers(part.requests) for part in split(plan, 2)] == [[0], [1, 2, 3]]
+
+
+def test_there_are_no_more_parts_than_there_is_to_ask() -> None:
+    assert len(split(make_plan(planned(0, 0.0)), 4)) == 1
+
+
+def test_a_closed_loop_is_not_shared_out() -> None:
+    with pytest.raises(ConfigError, match="times of their own"):
+        split(make_plan(planned(0), concurrency=1), 2)
+
+
+def test_what_parts_saw_is_one_run_of_the_plan() -> None:
+    plan = make_plan(*(planned(number, due_s=0.0) for number in range(5)))
+    start_at = time.time()
+
+    outcomes = [run_part(Part(part, QuickTarget, SLOS), start_at) for part in split(plan, 2)]
+    merged = merge(plan, outcomes, "shoal load server --ray 2")
+
+    assert numbers(tuple(record.request for record in merged.result.records)) == [0, 1, 2, 3, 4]
+    assert merged.ending is Ending.COMPLETE
+    assert (merged.result.plan, merged.result.slos, merged.result.target) == (plan, SLOS, "quick")
+    assert merged.result.machine.startswith("2 harnesses on ")
+    assert merged.result.duration_s == max(record.ended_at_s for record in merged.result.records)
+
+
+def test_a_run_of_which_one_part_was_cut_off_was_cut_off() -> None:
+    result = make_result(make_record(0))
+    outcomes = [Outcome(result, Ending.COMPLETE), Outcome(result, Ending.TIMEOUT)]
+
+    assert merge(result.plan, outcomes).ending is Ending.TIMEOUT
+
+
+def test_a_harness_measures_from_the_time_at_which_all_were_to_begin() -> None:
+    plan = make_plan(planned(0, due_s=0.0))
+
+    outcome = run_part(Part(plan, QuickTarget), time.time() - 5.0)
+
+    (record,) = outcome.result.records
+    assert record.due_s == 0.0
+    assert record.sent_at_s >= 5.0
+
+
+def test_a_harness_that_begins_late_reports_the_waiting() -> None:
+    result = make_result(make_record(0, due_s=1.0, ttft_s=0.2))
+
+    (record,) = shifted(result, 0.5).records
+
+    assert record.due_s == 1.0
+    assert record.token_at_s[0] - record.due_s == pytest.approx(0.7)
+    assert record.sent_at_s == pytest.approx(1.501)
+
+
+def test_a_turn_that_waited_for_the_one_before_does_not_wait_twice() -> None:
+    record = make_record(1, due_s=2.0, request=planned(1, 1.0, after=0))
+    result = make_result(replace(record))
+
+    (late,) = shifted(result, 0.5).records
+
+    assert late.token_at_s[0] - late.due_s == pytest.approx(record.token_at_s[0] - record.due_s)
