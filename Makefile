@@ -7,11 +7,11 @@ STAMP := $(VENV)/.installed
 SEEDS ?= 1000
 FIRST ?= 1
 
-.PHONY: help demo test sim lint bench proto format clean
+.PHONY: help demo test sim lint lab-up lab-load lab-chaos lab-down lab-test bench proto format clean
 .DEFAULT_GOAL := help
 
 help:  ## List the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 18
 
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
@@ -36,6 +36,22 @@ lint: $(STAMP)  ## Check style, types, layers, protos and generated code
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
 	$(BIN)/python -m tests.generated_drift
+
+lab-up: $(STAMP)  ## Run five devices in containers; needs a Docker engine (docs/lab.md)
+	@$(BIN)/shoal lab up
+
+lab-load: $(STAMP)  ## Put the lab under load for a minute
+	@$(BIN)/docker-compose --profile load run --rm loadtest
+
+lab-chaos: $(STAMP)  ## Kill, freeze and cut off parts of the lab while it answers
+	@$(BIN)/python -m tests.lab.chaos
+
+lab-down: $(STAMP)  ## Take the lab down, with all it has stored
+	@$(BIN)/shoal lab down
+
+lab-test: $(STAMP)  ## All of that on a Docker engine of its own: needs root and docker.io
+	@$(BIN)/shoal models pull smollm2-135m
+	@$(BIN)/python -m tests.lab.engine $(BIN)/python -m tests.lab.run $(LAB_OPTIONS)
 
 bench: $(STAMP)  ## Measure; results go to docs/results
 	@$(BIN)/python -m tests.bench.run
