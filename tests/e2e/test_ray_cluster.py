@@ -33,12 +33,13 @@ cluster_utils = pytest.importorskip("ray.cluster_utils", reason="needs shoal[ray
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ray]
 
-# So that what ends is noticed in seconds: a node by its missing health checks, the head by calls that fail.
+# So that what ends is noticed in seconds: a node by health checks that nobody takes, the head by calls that fail. One that is
+# slow, as when it starts on a busy machine, has not ended.
 QUICK = {
-    "health_check_initial_delay_ms": 1000,
+    "health_check_initial_delay_ms": 10_000,
     "health_check_period_ms": 500,
-    "health_check_timeout_ms": 1000,
-    "health_check_failure_threshold": 3,
+    "health_check_timeout_ms": 10_000,
+    "health_check_failure_threshold": 5,
     "gcs_rpc_server_reconnect_timeout_s": 5,
 }
 NODE_CHARS = 8
