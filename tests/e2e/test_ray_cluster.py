@@ -33,7 +33,7 @@ cluster_utils = pytest.importorskip("ray.cluster_utils", reason="needs shoal[ray
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ray]
 
-# So that what ends is noticed in seconds: a node by health checks that nobody takes, the head by calls that fail. One that is
+# So that what ends is noticed in seconds: a node by health checks that nobody takes, the head by calls that fail. What is
 # slow, as when it starts on a busy machine, has not ended.
 QUICK = {
     "health_check_initial_delay_ms": 10_000,
