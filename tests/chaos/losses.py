@@ -37,7 +37,8 @@ ANSWER_S = 120.0
 LOOK_S = 0.05
 # Longer than the orchestrator takes to look whether it should place anew.
 SETTLED_S = 0.6
-REVIVAL_S, MAX_REVIVALS = 0.1, 100
+# One that keeps dying is started again after half a minute at most.
+REVIVAL_S, MAX_REVIVALS = 0.1, 400
 TOPICS = ("rivers", "bread", "clocks", "gardens", "ships", "music", "snow", "maps")
 
 
