@@ -25,6 +25,8 @@ _DEFAULTS = OrchestratorConfig()
 # Of a run, that is not counted: queues and the schedulers' idea of how long steps take come into being.
 WARM_SHARE = 0.2
 MAX_WARM_S = 15.0
+# Each takes tenths of a millisecond and some memory, even one that is refused.
+MAX_REQUESTS = 1_000_000
 
 
 def targets_of(qos: QosClass) -> QosTargets:
@@ -87,6 +89,16 @@ class Settings:
     churn: Churn = Churn()
     seed: int = 1
     attention_tokens: float = math.inf
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for more requests than can be played."""
+        num_requests = self.load.rate_per_s * self.duration_s
+        if num_requests > MAX_REQUESTS:
+            raise ConfigError(
+                f"rate = {self.load.rate_per_s:g} requests a second for {self.duration_s:g} s are {num_requests:,.0f}; at most "
+                f"{MAX_REQUESTS:,} are played: lower it, or the seconds",
+                field="rate",
+            )
 
     @property
     def warm_s(self) -> float:

@@ -197,6 +197,11 @@ def make_settings(**fields: object) -> Settings:
     return Settings(model=MODEL, demand=Demand(4), **given)  # type: ignore[arg-type]
 
 
+def test_more_requests_than_can_be_played_are_refused_with_the_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"1e\+09 requests a second for 20 s are 20,000,000,000; at most 1,000,000"):
+        make_settings(load=Load(rate_per_s=1e9))
+
+
 class TestTraffic:
     def test_a_seed_asks_for_the_same_things(self) -> None:
         def drawn(seed: int) -> list[tuple[int, int, QosClass]]:
