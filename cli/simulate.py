@@ -115,7 +115,7 @@ def simulate(
     options.check_plot()
     began = perf_counter()
     with _progress() as tell:
-        settings = _settings(manifest, demand, options, MIN_SECONDS)
+        settings = _settings(manifest, demand, options, options.seconds or MIN_SECONDS)
         sites = plan_sites(settings, fleets, tell)
         settings = _settings(manifest, demand, options, options.seconds or _some_seconds(sites, options))
         played = play(settings, sites, tell)

@@ -95,8 +95,8 @@ class Settings:
         num_requests = self.load.rate_per_s * self.duration_s
         if num_requests > MAX_REQUESTS:
             raise ConfigError(
-                f"rate = {self.load.rate_per_s:g} requests a second for {self.duration_s:g} s are {num_requests:,.0f}; at most "
-                f"{MAX_REQUESTS:,} are played: lower it, or the seconds",
+                f"rate = {self.load.rate_per_s:g} requests a second for {self.duration_s:g} s are {num_requests:,.0f}; at "
+                f"most {MAX_REQUESTS:,} are played: lower it, or the seconds",
                 field="rate",
             )
 
