@@ -124,7 +124,7 @@ class Control:
             self._engine.hold_parked()
         elif cordoned_devices(self._fleet.members()):
             self._engine.parked_trouble = self._waiting_for()
-        is_quiet = not (self._mover.is_moving or self.relief.relieving or self.measuring.is_asking)
+        is_quiet = not (self._mover.is_moving or self.measuring.is_asking)
         self._prefetching.tick(self._usable(), now, is_quiet=is_quiet)
 
     def stop(self) -> None:
@@ -154,9 +154,8 @@ class Control:
         """
         silent = self._monitors.unfit(time.monotonic())
         unusable = self._refused | self._unlinked | self.relief.relieving | silent
-        return tuple(
-            sorted(one for one in self._fleet.placeable(with_cordoned=with_cordoned) if one[0] not in unusable)
-        )
+        members = self._fleet.placeable(with_cordoned=with_cordoned)
+        return tuple(sorted(one for one in members if one[0] not in unusable))
 
     # Membership
 
@@ -170,6 +169,7 @@ class Control:
             )
         if earlier is not None:
             self._pipeline_lost(session.worker_id, "it attached again")
+            self._prefetching.remove(session.worker_id)
             earlier.close()
         self._sessions[session.worker_id] = session
         self._unlinked.add(session.worker_id)

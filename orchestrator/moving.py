@@ -141,8 +141,7 @@ class Mover:
                 return None
             others = tuple(one for one in in_force if one is not placement)
             usable = tuple(worker for worker in self._usable() if worker[0] != worker_id and worker[0] not in unfit)
-            holders = {one for other in in_force for one in other.worker_ids}
-            free = tuple(worker for worker in usable if worker[0] not in holders)
+            free = tuple(worker for worker in usable if self._fleet.pipeline_of(worker[0]) is None)
             repaired = self._planner.repair(placement, worker_id, free, self._figures())
             if repaired is not None:
                 return change(in_force, (*others, repaired))

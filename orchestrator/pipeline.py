@@ -154,7 +154,7 @@ class Pipeline:
         work = _work_done(step, len(result.tokens))
         if result.burst_steps == 0:
             del self._steps[result.step]
-        else:
+        elif not step.is_fed_back:
             self._steps[result.step] = replace(step, is_fed_back=True)
         stage_s = self._stage_times(result.stamps_ns, step, len(result.tokens))
         if work == 0 or not stage_s:

@@ -14,7 +14,7 @@ from modelstore.manifest import Manifest
 from orchestrator.core.figures import FleetFigures
 from orchestrator.core.grouping import Plan
 from orchestrator.core.placement import Placement, Worker
-from orchestrator.core.replacement import Action, Change, Outlook, Replacement, Verdict, change
+from orchestrator.core.replacement import Action, Change, Outlook, Replacement, Verdict, change, holders_of
 from orchestrator.measuring import Measuring
 from orchestrator.monitors import Monitors
 from orchestrator.planner import Planner
@@ -110,7 +110,7 @@ class Placing:
             self._outlook(plan.best, situation, figures),
             self._manifest.config.num_layers,
             now,
-            usable={worker_id for worker_id, _ in situation.workers} | _holders(in_force),
+            usable={worker_id for worker_id, _ in situation.workers} | holders_of(in_force),
             spent=spent,
             is_idle=not situation.busy,
         )
@@ -152,7 +152,3 @@ def derated(figures: FleetFigures, slow_downs: Mapping[WorkerId, float]) -> Flee
         replace(device, times=device.times.scaled(slow_downs.get(device.worker_id, 1.0))) for device in figures.devices
     )
     return replace(figures, devices=tuple(devices))
-
-
-def _holders(placements: Sequence[Placement]) -> set[WorkerId]:
-    return {worker_id for placement in placements for worker_id in placement.worker_ids}

@@ -47,7 +47,9 @@ class Prefetch:
 
 
 class Prefetching:
-    """Invariants: at most one device is asked at a time, for no more than its memory holds, and not for what it has."""
+    """Invariants: at most one device is asked at a time, for no more than its memory holds, and not for what it has;
+    `_wanted` has whoever is asked.
+    """
 
     def __init__(
         self,
@@ -93,7 +95,7 @@ class Prefetching:
 
     def _is_all_up(self, placements: Sequence[Placement]) -> bool:
         in_force = [placement.pipeline_id for placement in placements]
-        return all(self._fleet.is_ready(one) and one in self._engine.pipelines for one in in_force)
+        return all(self._fleet.is_ready(one) and self._engine.lane(one) is not None for one in in_force)
 
     def stop(self, now: float) -> None:
         """Have nobody fetch anything now, nor for a while."""

@@ -99,7 +99,8 @@ class Relief:
         finally:
             if not is_drained:
                 self._fleet.cordon(worker_id, is_cordoned)
-        self._keep_cordoned(self._fleet.cordoned)
+            # Also if it was not: another one may have been cordoned meanwhile, and this one kept with it.
+            self._keep_cordoned(self._fleet.cordoned)
         logger.info("drained worker=%s moved=%r sequences=%d", worker_id, moved.text, moved.num_sequences)
         return Drained(moved, time.monotonic() - began_at)
 

@@ -9,18 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from orchestrator.core.stage_costs import ANYBODY, Members, Route, StageCosts, route_of
-
-# Plans are equally good if they differ by less: sums of the same times in another order do.
-TOLERANCE = 1e-9
+from orchestrator.core.stage_costs import ANYBODY, TOLERANCE, Members, Route, StageCosts, route_of
 
 # By the layers held so far, the least seconds until there; inf: it cannot be.
 _Times = list[float]
 
 
-def fastest_ring(costs: StageCosts, below_s: float = math.inf, num_stages: int | None = None) -> Route | None:
-    """The route with the least total_s, from the last stage back to the first; None if none takes less than below_s."""
-    best: Route | None = None
+def fastest_ring(costs: StageCosts, num_stages: int | None = None) -> Route | None:
+    """The route with the least total_s, from the last stage back to the first; None if there is none."""
+    best, below_s = None, math.inf
     by_speed = sorted(range(costs.num_devices), key=lambda device: (costs.layer_s[device], device))
     for first in by_speed:
         twin = costs.twin_before[first]

@@ -88,6 +88,7 @@ class Fleet:
     - no member is GONE; LOADING and READY members have a stage, JOINING ones have none;
     - a stage is held by at most one member, the one its placement names, with the placement's layers, and no member is in
       two placements;
+    - `_pipeline_of` has exactly the workers that placements in force name, each with its pipeline;
     - epochs of placements in force differ, and none is above `epoch`;
     - a member is cordoned exactly if its name is, which stays so while nobody has the name;
     - is_ready(a pipeline) exactly if its placement is in force and each of its stages is held by a READY member.
@@ -98,6 +99,7 @@ class Fleet:
         self.lease_s = lease_s
         self._members: dict[WorkerId, Member] = {}
         self._placed: dict[PipelineId, Placed] = {}
+        self._pipeline_of: dict[WorkerId, PipelineId] = {}
         self._cordoned = set(cordoned)
         self._epoch = 0
 
@@ -120,7 +122,7 @@ class Fleet:
 
     def pipeline_of(self, worker_id: WorkerId) -> PipelineId | None:
         """The pipeline whose placement names a worker, be it a member or lost."""
-        return next((one.pipeline_id for one in self.placements if worker_id in one.worker_ids), None)
+        return self._pipeline_of.get(worker_id)
 
     def is_stage(self, worker_id: WorkerId, pipeline_id: PipelineId, epoch: int) -> bool:
         """Whether a worker may speak for a pipeline: it is one of its stages, and the placement is in force."""
@@ -245,6 +247,9 @@ class Fleet:
                 placed = Placed(placement, self.new_epoch())
                 begun.append(placed)
             self._placed[placement.pipeline_id] = placed
+        self._pipeline_of = {
+            one: placement.pipeline_id for placement in self.placements for one in placement.worker_ids
+        }
         for pipeline_id, placed in before.items():
             if self._placed.get(pipeline_id) is not placed:
                 self._release(pipeline_id)
@@ -254,7 +259,10 @@ class Fleet:
 
     def drop(self, pipeline_id: PipelineId) -> None:
         """Put a placement out of force: what is still said of it is stale. Its workers are on STANDBY, none is told."""
-        if self._placed.pop(pipeline_id, None) is not None:
+        placed = self._placed.pop(pipeline_id, None)
+        if placed is not None:
+            for worker_id in placed.placement.worker_ids:
+                del self._pipeline_of[worker_id]
             self._release(pipeline_id)
 
     def shard_loaded(self, worker_id: WorkerId, incarnation: int, pipeline_id: PipelineId, epoch: int) -> bool:
@@ -336,6 +344,9 @@ class Fleet:
                 assert (stage.worker_id, stage.layers) == (key, member.layers), member.story()
         named = [stage.worker_id for placement in self.placements for stage in placement.stages]
         assert len(named) == len(set(named)), named
+        assert self._pipeline_of.keys() == set(named), self._pipeline_of
+        for worker_id, pipeline_id in self._pipeline_of.items():
+            assert worker_id in self._placed[pipeline_id].placement.worker_ids, self._pipeline_of
         epochs = [placed.epoch for placed in self._placed.values()]
         assert len(epochs) == len(set(epochs)), epochs
         assert max(epochs, default=0) <= self._epoch

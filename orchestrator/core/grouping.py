@@ -17,6 +17,7 @@ from orchestrator.core.footprint import ModelFootprint
 from orchestrator.core.pipelines import Found, Placed, can_hold, find_one, place_one, search, shortage
 from orchestrator.core.placement import Placement
 from orchestrator.core.solver import MAX_EXACT_DEVICES
+from orchestrator.core.stage_costs import TOLERANCE
 from shoal.errors import PlacementImpossible
 from shoal.types import DeviceMode, Objective, PipelineId, WorkerId
 
@@ -166,7 +167,7 @@ def _replicas(model: ModelFootprint, fleet: FleetFigures, demand: Demand) -> lis
         return best
     for num_groups in _group_counts(num_devices, min(num_devices, demand.num_streams)):
         found = _dealt(model, fleet, demand, num_groups)
-        if found and _rate(found) > _rate(best) * (1 + 1e-9):
+        if found and _rate(found) > _rate(best) * (1 + TOLERANCE):
             best, num_worse = found, 0
         elif (num_worse := num_worse + 1) == MAX_WORSE:
             break
@@ -226,7 +227,7 @@ def _for_each(model: ModelFootprint, fleet: FleetFigures, demand: Demand) -> lis
         if lone is None or not can_hold(model, rest, demand.least_kv(model)):
             continue
         many = _replicas(model, rest, for_many)
-        if _rate(many) / lone.cost_s > best_rate * (1 + 1e-9):
+        if _rate(many) / lone.cost_s > best_rate * (1 + TOLERANCE):
             best, best_rate = (many, lone), _rate(many) / lone.cost_s
     if best is None:
         return [found.place() for found in _replicas(model, fleet, for_many)]

@@ -11,16 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import permutations
 
 from orchestrator.core.cuts import cut
-from orchestrator.core.stage_costs import ANYBODY, Members, Route, StageCosts
+from orchestrator.core.stage_costs import ANYBODY, GAP, TOLERANCE, Members, Route, StageCosts
 
 # What the orders of one search that are cut may have together, in layers times stages: some 20 ms.
 MAX_WORK = 20_000
 # How many other devices are tried in the place of each one.
 NUM_SUBSTITUTES = 4
-# Better by less is not better: sums of the same times in another order are.
-TOLERANCE = 1e-9
-# A period this close to its bound is not made shorter.
-GAP = 0.003
 
 # The best cut of an order and its seconds, if they are less than so many.
 _Judge = Callable[[Sequence[int], float], tuple[float, Route] | None]

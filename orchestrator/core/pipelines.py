@@ -16,6 +16,7 @@ from orchestrator.core.footprint import ModelFootprint
 from orchestrator.core.placement import MIB, Placement, impossible, place_split, placement_of
 from orchestrator.core.slots import PAGE_TOKENS
 from orchestrator.core.solver import Candidate, Solver
+from orchestrator.core.stage_costs import TOLERANCE
 from shoal.errors import PlacementImpossible
 from shoal.types import DeviceMode, Objective, WorkerId
 
@@ -31,14 +32,7 @@ class Placed:
     cost_s: float
 
 
-def place_one(
-    model: ModelFootprint,
-    fleet: FleetFigures,
-    demand: Demand,
-    num_stages: int | None = None,
-    *,
-    is_exact: bool = True,
-) -> Placed:
+def place_one(model: ModelFootprint, fleet: FleetFigures, demand: Demand, num_stages: int | None = None) -> Placed:
     """Place the pipeline that is best for the objective (MIXED: for throughput), on so many devices if that is said.
 
     Of equally good cuts, the one with the most KV. Devices without a stage are standby. Raises PlacementImpossible, which
@@ -46,22 +40,17 @@ def place_one(
     """
     if demand.split is not None:
         return Placed(place_split(model, fleet.devices, demand, demand.split), 0.0)
-    found = find_one(model, fleet, demand, num_stages, is_exact=is_exact)
+    found = find_one(model, fleet, demand, num_stages)
     if found is None:
         raise shortage(model, fleet, demand)
     return found
 
 
 def find_one(
-    model: ModelFootprint,
-    fleet: FleetFigures,
-    demand: Demand,
-    num_stages: int | None = None,
-    *,
-    is_exact: bool = True,
+    model: ModelFootprint, fleet: FleetFigures, demand: Demand, num_stages: int | None = None
 ) -> Placed | None:
     """The same without a split, and None where nothing can be placed: to say what is missing takes longer than to see it."""
-    found = search(model, fleet, demand, num_stages, is_exact=is_exact)
+    found = search(model, fleet, demand, num_stages)
     return None if found is None else found.place()
 
 
@@ -110,7 +99,7 @@ def best_candidate(solver: Solver, demand: Demand, num_stages: int | None = None
         return solver.for_latency(demand.least_kv(solver.model), num_stages)
     best: Candidate | None = None
     for num_streams, kv_tokens in demand.amounts(solver.model):
-        above = best.tokens_per_s * (1 + 1e-9) if best else 0.0
+        above = best.tokens_per_s * (1 + TOLERANCE) if best else 0.0
         best = solver.for_throughput(num_streams, kv_tokens, num_stages, above) or best
     return best
 

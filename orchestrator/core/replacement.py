@@ -80,7 +80,7 @@ class Replacement:
         usable: who may hold layers. spent: who is to hold none if others can (low battery, short memory). is_idle: nobody is
         served, so that a device that holds nothing yet can be given layers without waiting for HOLD_S.
         """
-        can_begin = is_idle and not _holders(candidate.placements) <= _holders(in_force.placements)
+        can_begin = is_idle and not holders_of(candidate.placements) <= holders_of(in_force.placements)
         hold_until = -math.inf if can_begin else self._changed_at + HOLD_S
         return _judge(in_force, candidate, num_layers, now, frozenset(usable), frozenset(spent), hold_until)
 
@@ -103,7 +103,7 @@ def _judge(
         return Verdict(Action.REPLACE_NOW, "nothing is in force")
     if set(in_force.placements) < set(candidate.placements):
         return Verdict(Action.REPLACE, "further pipelines beside those in force")
-    relieved = _holders(in_force.placements) & spent - _holders(candidate.placements)
+    relieved = holders_of(in_force.placements) & spent - holders_of(candidate.placements)
     gain = 1.0 - candidate.cost / in_force.cost if candidate.cost < in_force.cost else 0.0
     if not relieved and gain < MIN_GAIN:
         return Verdict(Action.KEEP, f"another placement gains {gain:.1%}, less than {MIN_GAIN:.0%}")
@@ -131,7 +131,8 @@ def gap_of(placements: Sequence[Placement], num_layers: int, usable: Collection[
     return "" if placements else "no placement at all"
 
 
-def _holders(placements: Sequence[Placement]) -> frozenset[WorkerId]:
+def holders_of(placements: Sequence[Placement]) -> frozenset[WorkerId]:
+    """The workers that some of these placements name."""
     return frozenset(worker_id for placement in placements for worker_id in placement.worker_ids)
 
 
@@ -164,7 +165,7 @@ class Change:
 
 def change(in_force: Sequence[Placement], chosen: Sequence[Placement]) -> Change:
     """Find the order in which the fewest pipelines end before their successors are loaded."""
-    holders = _holders(in_force)
+    holders = holders_of(in_force)
     left = [one for one in in_force if one not in chosen]
     placements, arrivals = [], []
     # Ids that successors have taken over, each with the one that was given up for it: another may have had it.

@@ -11,20 +11,28 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from orchestrator.core.cuts import cut
-from orchestrator.core.exact import TOLERANCE, can_cover, fastest_ring, fastest_within
+from orchestrator.core.exact import can_cover, fastest_ring, fastest_within
 from orchestrator.core.figures import FleetFigures
 from orchestrator.core.footprint import ModelFootprint
 from orchestrator.core.large_fleets import ends, good_period, good_ring, stage_counts
 from orchestrator.core.limits import LEAST_ROWS, even_rows
 from orchestrator.core.slots import PAGE_TOKENS
-from orchestrator.core.stage_costs import ANYBODY, Links, Members, Room, Route, StageCosts, room_for
+from orchestrator.core.stage_costs import (
+    ANYBODY,
+    GAP,
+    TOLERANCE,
+    Links,
+    Members,
+    Room,
+    Route,
+    StageCosts,
+    room_for,
+)
 
 # Up to so many devices every order is looked at; each further one doubles the time, which is tens of milliseconds here.
 MAX_EXACT_DEVICES = 8
 # The rows of a lone stream of class LATENCY.
 SOLO_ROWS = 1
-# A bisection ends at this gap; what is left of it is then closed by steps.
-GAP = 0.003
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +109,7 @@ class Solver:
     def for_latency(self, kv_tokens: int, num_stages: int | None = None) -> Candidate | None:
         """The least time from a token to the next one of a lone stream, which goes round the stages as in a burst."""
         costs = self.costs(SOLO_ROWS, kv_tokens)
-        found = fastest_ring(costs, num_stages=num_stages) if self.is_exact else good_ring(costs, num_stages)
+        found = fastest_ring(costs, num_stages) if self.is_exact else good_ring(costs, num_stages)
         return None if found is None else Candidate(found, SOLO_ROWS, 1, kv_tokens, 1 / found.total_s, True)
 
     def for_throughput(
@@ -195,6 +203,7 @@ class Solver:
                 break
             else:
                 low_s = target_s
+            # What is left of the gap is closed by steps.
             is_close = period_s == math.inf or period_s - low_s <= GAP * period_s
             target_s = period_s * (1 - TOLERANCE) if is_close else (low_s + period_s) / 2
         return best

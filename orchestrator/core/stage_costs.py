@@ -17,6 +17,11 @@ from orchestrator.core.footprint import ModelFootprint
 from shoal.memory import most_weight_bytes
 from shoal.types import WorkerId
 
+# Better by less is not better: sums of the same times in another order are.
+TOLERANCE = 1e-9
+# A bisection for the shortest time between two batches may end this close to its bound.
+GAP = 0.003
+
 
 @dataclass(frozen=True, slots=True)
 class Route:

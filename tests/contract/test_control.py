@@ -167,6 +167,8 @@ async def test_a_pipeline_that_loads_for_too_long_is_given_up_alone(
     assert desk.serving() == {"p2": ["w1", "w3"]}
     assert desk.is_closed("w0")
     assert not desk.is_closed("w2")
+    desk.lose("w0")
+    assert desk.control.status().departed[0].why == "it did not load its layers in time"
 
 
 async def test_a_worker_that_leaves_closes_its_pipeline_and_another_takes_requests(fleet_model: TinyModel) -> None:

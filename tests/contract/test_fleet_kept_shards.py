@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.support.fleet import LocalFleet, make_device, start_fleet
+from shoal.config import WorkerConfig
+from tests.support.fleet import LocalFleet, Running, make_device, start_fleet
 from tests.support.shards import TinyModel
 from worker import compute, holding
+from worker.agent import Agent
 from worker.shard import Shard, open_shard
 
 DEVICE = make_device()
@@ -77,3 +80,22 @@ async def test_a_kept_shard_gives_way_to_another(fleet_model: TinyModel, tmp_pat
 
     assert answer.completion_tokens == 2
     assert openings.count == 3
+
+
+async def test_an_abandoned_worker_has_all_its_time_from_when_its_orchestrator_is_lost(
+    fleet_model: TinyModel, tmp_path: Path
+) -> None:
+    async with start_fleet(fleet_model.store.root, tmp_path) as fleet:
+        agent, stopping = (
+            Agent(WorkerConfig(join=fleet.address, home=tmp_path), DEVICE, "w0", tmp_path),
+            asyncio.Event(),
+        )
+        # As if it had begun long ago.
+        agent._alone_since -= 1000.0
+        fleet.workers["w0"] = Running(stopping, asyncio.create_task(agent.run(stopping)))
+        await fleet.serving(1)
+
+        agent.abandon(500.0)
+        await fleet.restart_orchestrator()
+
+        assert (await fleet.serving(1)).devices[0].worker_id == "w0"

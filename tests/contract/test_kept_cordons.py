@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +49,25 @@ async def test_a_drained_device_is_kept_and_one_that_could_not_be_drained_is_not
 
     desk.join("w1")
     await desk.control.relief.drain(W1)
+    assert kept(desk) == {"w1"}
+
+
+async def test_a_device_whose_drain_comes_to_nothing_is_not_kept_with_one_cordoned_meanwhile(
+    fleet_model: TinyModel,
+) -> None:
+    desk = make_desk(fleet_model, split=HALVES, expect_workers=3)
+    for name in ("w0", "w1", "w2"):
+        desk.join(name)
+    desk.bring_up("w0", "w1")
+    draining = asyncio.create_task(desk.control.relief.drain(W0))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+
+    desk.control.relief.cordon(W1, True)
+    desk.control.stop()
+    await asyncio.wait({draining})
+
+    assert draining.cancelled()
     assert kept(desk) == {"w1"}
 
 

@@ -82,6 +82,18 @@ async def test_a_plan_is_made_while_all_wait_if_the_fleet_changes_faster_than_pl
     assert {worker_id for route in desk.hub.routes.values() for worker_id in route} == set(desk.sessions)
 
 
+async def test_plans_that_somebody_wanted_do_not_count_as_unwanted(fleet_model: TinyModel) -> None:
+    desk, executor = make_waiting_desk(fleet_model)
+
+    for number in range(planner.MAX_UNWANTED):
+        desk.join(f"w{number}", mode=DeviceMode.LATENCY)
+        while executor.num_held:
+            await make_plan(executor)
+    desk.join("last", mode=DeviceMode.LATENCY)
+
+    assert executor.num_held == 1
+
+
 async def test_a_fleet_that_cannot_hold_the_model_says_so_once_that_is_found(fleet_model: TinyModel) -> None:
     desk, executor = make_waiting_desk(fleet_model)
 
@@ -124,3 +136,13 @@ async def test_threads_take_turns_more_often_while_a_plan_is_made_and_only_then(
 
     assert during == [pytest.approx(planner.SWITCH_S)]
     assert sys.getswitchinterval() == before > planner.SWITCH_S
+
+
+async def test_threads_take_turns_as_before_also_once_there_can_be_no_plan(fleet_model: TinyModel) -> None:
+    before = sys.getswitchinterval()
+    desk = make_desk(fleet_model)
+
+    desk.join("w0", memory_bytes=1 << 16)
+
+    assert "need" in desk.control.status().waiting_for
+    assert sys.getswitchinterval() == before

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from modelstore.graph import shard_blobs
+from orchestrator import prefetching
 from orchestrator.core.demand import Demand
 from orchestrator.core.figures import declared_fleet
 from orchestrator.core.placement import place_split
@@ -29,11 +30,11 @@ class Calm:
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
-        self._now = time.monotonic()
+        self.now = time.monotonic()
 
     def go_by(self, seconds: float) -> None:
-        self._now += seconds
-        self._desk.control.tick(self._now)
+        self.now += seconds
+        self._desk.control.tick(self.now)
 
 
 def make_pipeline(model: TinyModel, *standbys: str, **profile: Any) -> tuple[Desk, Calm]:
@@ -220,6 +221,41 @@ async def test_a_device_that_cannot_fetch_is_asked_no_more_before_it_attaches_ag
     assert len(prefetches(desk, "w2")) == 1
 
 
+async def test_who_has_a_blob_in_time_has_as_long_for_the_next(
+    fleet_model: TinyModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(prefetching, "BLOB_TIMEOUT_S", 60.0)
+    desk, calm = make_pipeline(fleet_model, "w2")
+    calm.go_by(CALM_S)
+    (asked,) = prefetches(desk, "w2")
+
+    calm.go_by(59.0)
+    event = fleet_pb2.BlobPrefetched(digest=asked[0])
+    desk.control._prefetching.prefetched(desk.sessions["w2"], event, calm.now)
+    calm.go_by(59.0)
+    in_time = caplog.text
+    calm.go_by(2.0)
+
+    assert "not_prefetched" not in in_time
+    assert "not_prefetched worker=w2" in caplog.text
+
+
+async def test_nobody_is_asked_before_stages_have_their_links(fleet_model: TinyModel) -> None:
+    desk = make_desk(fleet_model, split="2,2", expect_workers=3)
+    for name in ("w0", "w1", "w2"):
+        desk.join(name)
+    shards = {name: desk.load_command(name) for name in ("w0", "w1")}
+    for name, shard in shards.items():
+        loaded = fleet_pb2.ShardLoaded(pipeline_id=shard.pipeline_id, epoch=shard.epoch, stage=shard.stage)
+        desk.tell(name, shard_loaded=loaded)
+    calm = Calm(desk)
+
+    calm.go_by(CALM_S)
+    calm.go_by(CALM_S)
+
+    assert prefetches(desk, "w2") == []
+
+
 async def test_what_a_ghost_has_is_not_had_by_who_came_after_it(fleet_model: TinyModel) -> None:
     desk, calm = make_pipeline(fleet_model, "w2")
     calm.go_by(CALM_S)
@@ -233,6 +269,20 @@ async def test_what_a_ghost_has_is_not_had_by_who_came_after_it(fleet_model: Tin
     calm.go_by(CALM_S)
 
     assert prefetches(desk, "w2")[-1] == asked
+
+
+async def test_who_attaches_again_before_it_is_missed_is_asked_for_all_of_it_again(fleet_model: TinyModel) -> None:
+    desk, calm = make_pipeline(fleet_model, "w2")
+    calm.go_by(CALM_S)
+    (asked,) = prefetches(desk, "w2")
+    have(desk, "w2", asked[:1])
+
+    desk.incarnations["w2"] -= 1
+    desk.join("w2")
+    calm.go_by(0.0)
+    calm.go_by(CALM_S)
+
+    assert prefetches(desk, "w2") == [asked]
 
 
 async def test_operators_see_what_a_device_would_take_over_and_how_far_it_is(fleet_model: TinyModel) -> None:

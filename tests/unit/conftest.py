@@ -1,5 +1,5 @@
-"""What unit tests share: examples without a time limit; for the command line and the client, scripted servers and a run
-of the command in this process.
+"""What unit tests share: examples without a time limit; one tiny model, imported once; for the command line and the client,
+scripted servers and a run of the command in this process.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from hypothesis import settings
 from cli import main as command_line
 from tests.support.commands import Outcome
 from tests.support.fake_server import FakeServer, Script
+from tests.support.shards import TinyModel, make_tiny_model
 
 Run = Callable[..., Outcome]
 Serve = Callable[..., FakeServer]
@@ -23,6 +24,12 @@ Serve = Callable[..., FakeServer]
 # A busy machine is no fault of what is tested. All else as it was chosen, which differs in CI.
 settings.register_profile("unhurried", settings(), deadline=None)
 settings.load_profile("unhurried")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """Four layers; nobody may change its store."""
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), num_layers=4)
 
 
 @pytest.fixture

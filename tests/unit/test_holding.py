@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from shoal.errors import CorruptBlob
 from shoal.v1 import fleet_pb2, types_pb2
 from tests.support.fleet import make_device
 from worker import holding
-from worker.blobs import BlobCache
+from worker.blobs import BlobCache, FetchChunks
 from worker.commands import LoadStage, StageFailed, SuspendStage, UnloadStage
 from worker.holding import Holding
 
@@ -28,14 +28,26 @@ def digest_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-class Stub:
-    """An orchestrator's store in chunks. held: all chunks but the first come when it is set; without it, at once."""
+async def turns() -> None:
+    """Let all tasks come as far as they can."""
+    for _ in range(20):
+        await asyncio.sleep(0)
 
-    def __init__(self, *contents: bytes, held: asyncio.Event | None = None) -> None:
+
+class Stub:
+    """An orchestrator's store in chunks. held: all chunks but the first come when it is set; without it, at once.
+
+    may_end: a call that is cancelled takes until then to end.
+    """
+
+    def __init__(
+        self, *contents: bytes, held: asyncio.Event | None = None, may_end: asyncio.Event | None = None
+    ) -> None:
         self.asked: list[tuple[str, int]] = []
         self.is_asked = asyncio.Event()
         self._contents = {digest_of(content): content for content in contents}
         self._held = held
+        self._may_end = may_end
 
     async def FetchBlob(  # noqa: N802 - as the generated stub has it
         self, request: fleet_pb2.FetchBlobRequest
@@ -43,12 +55,34 @@ class Stub:
         self.asked.append((request.digest, request.offset))
         if request.digest not in self._contents:
             raise CorruptBlob("blob is missing: pull or import it again")
+        try:
+            async for response in self._chunks(request):
+                yield response
+        finally:
+            if self._may_end is not None:
+                await self._may_end.wait()
+
+    async def _chunks(self, request: fleet_pb2.FetchBlobRequest) -> AsyncIterator[fleet_pb2.FetchBlobResponse]:
         content = self._contents[request.digest]
         for start in range(request.offset, len(content), CHUNK_BYTES):
             yield fleet_pb2.FetchBlobResponse(chunk=content[start : start + CHUNK_BYTES])
             self.is_asked.set()
             if self._held is not None:
                 await self._held.wait()
+
+
+class CountedBlobs(BlobCache):
+    """Knows how many were at it at once."""
+
+    num_inside = most_inside = 0
+
+    async def ensure(self, blobs: Iterable[fleet_pb2.BlobRef], fetch: FetchChunks) -> int:
+        self.num_inside += 1
+        self.most_inside = max(self.most_inside, self.num_inside)
+        try:
+            return await super().ensure(blobs, fetch)
+        finally:
+            self.num_inside -= 1
 
 
 @dataclass
@@ -186,6 +220,38 @@ async def test_a_shard_to_load_ends_what_is_fetched_for_later(tmp_path: Path) ->
     assert bench.prefetched == []
     assert isinstance(bench.posted[-1], LoadStage)
     assert bench.kept() == {f"{digest_of(ONE)}.part"}
+
+
+async def test_a_shard_is_not_loaded_before_what_was_fetched_for_later_has_ended(tmp_path: Path) -> None:
+    bench, may_end = HoldingBench(tmp_path), asyncio.Event()
+    stub = Stub(ONE, held=asyncio.Event(), may_end=may_end)
+    bench.prefetch(stub, ONE)
+    await stub.is_asked.wait()
+
+    taking = asyncio.create_task(bench.take(1))
+    await turns()
+    before = list(bench.posted)
+    may_end.set()
+    await taking
+
+    assert before == []
+    assert [type(one) for one in bench.posted] == [LoadStage]
+
+
+async def test_one_fetches_for_later_at_a_time(tmp_path: Path) -> None:
+    bench, may_end = HoldingBench(tmp_path), asyncio.Event()
+    stub, blobs = Stub(ONE, held=asyncio.Event(), may_end=may_end), CountedBlobs(tmp_path)
+    bench.holding._blobs = blobs
+    bench.prefetch(stub, ONE)
+    await stub.is_asked.wait()
+
+    bench.prefetch(Stub(OTHER), OTHER)
+    await turns()
+    may_end.set()
+    await bench.ended()
+
+    assert blobs.most_inside == 1
+    assert bench.kept() == {f"{digest_of(ONE)}.part", digest_of(OTHER)}
 
 
 async def test_nothing_is_fetched_for_later_while_there_is_a_shard(tmp_path: Path) -> None:

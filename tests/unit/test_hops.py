@@ -71,6 +71,33 @@ def test_a_link_that_is_well_again_is_told_of_and_not_before_some_time_has_gone_
     assert not watch.late_s
 
 
+def test_a_link_that_is_less_late_than_counts_stays_late_until_it_is_by_half_of_that() -> None:
+    watch = HopWatch()
+    observe(watch, 0.003)
+    observe(watch, 0.103, NOW)
+
+    assert not observe(watch, 0.003 + 0.6 * MIN_LATE_S, NOW + TELL_EVERY_S)
+    assert watch.late_s
+    assert observe(watch, 0.003 + 0.4 * MIN_LATE_S, NOW + 2 * TELL_EVERY_S)
+    assert not watch.late_s
+
+
+def test_a_link_that_is_known_to_be_farther_by_now_may_be_later() -> None:
+    watch = HopWatch()
+    observe(watch, 0.003)
+
+    assert not observe(watch, 0.103, NOW + 1.0, known_s=0.1)
+
+
+def test_what_a_link_took_at_first_is_not_forgotten_within_a_second_however_long_it_took_that() -> None:
+    watch = HopWatch()
+    observe(watch, 0.0)
+    observe(watch, 0.0, NOW + 4 * DRIFT_S)
+    assert not observe(watch, 0.9 * MIN_LATE_S, NOW + 4 * DRIFT_S + 0.5)
+
+    assert observe(watch, 1.1 * MIN_LATE_S, NOW + 4 * DRIFT_S + 1.0)
+
+
 def test_it_is_told_of_again_only_if_it_is_much_later_or_much_less_late() -> None:
     watch = HopWatch()
     observe(watch, 0.0)
@@ -94,7 +121,7 @@ def test_a_link_that_stays_late_does_not_become_usual() -> None:
     observe(watch, 0.003)
     observe(watch, 0.103, NOW)
 
-    assert not any(observe(watch, 0.103, NOW + second) for second in range(0, int(5 * DRIFT_S), 10))
+    assert not any(observe(watch, 0.103, NOW + second) for second in range(0, int(2 * FORGET_S), 10))
     assert watch.late_s
 
 

@@ -10,19 +10,14 @@ from orchestrator.core.hops import NUM_HOPS, TELL_EVERY_S, Hop
 from orchestrator.lane import Lane
 from shoal.types import WorkerId
 from tests.support.measured import NOW, Desk, make_lane
-from tests.support.shards import TinyModel, make_tiny_model
+from tests.support.shards import TinyModel
 
 A, B = WorkerId("a"), WorkerId("b")
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    return make_tiny_model(tmp_path_factory.mktemp("links"), num_layers=4)
-
-
 @pytest.fixture
-def desk(tiny: TinyModel) -> Desk:
-    return Desk(tiny)
+def desk(tiny_model: TinyModel) -> Desk:
+    return Desk(tiny_model)
 
 
 def test_what_devices_that_hold_layers_know_of_their_links_is_planned_with(desk: Desk) -> None:

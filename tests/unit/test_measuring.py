@@ -20,14 +20,9 @@ from tests.support.shards import TinyModel, make_tiny_model
 from worker import profiling
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    return make_tiny_model(tmp_path_factory.mktemp("measuring"), num_layers=4)
-
-
 @pytest.fixture
-def desk(tiny: TinyModel) -> Desk:
-    return Desk(tiny)
+def desk(tiny_model: TinyModel) -> Desk:
+    return Desk(tiny_model)
 
 
 def test_a_device_that_knows_nothing_of_itself_is_measured_and_then_its_link_is_probed(desk: Desk) -> None:
@@ -90,8 +85,8 @@ def test_devices_of_different_machines_are_measured_at_the_same_time(desk: Desk)
     assert (desk.told("a"), desk.told("b")) == (["measure"], ["measure"])
 
 
-def test_nobody_is_asked_before_the_expected_devices_are_there(tiny: TinyModel) -> None:
-    desk = Desk(tiny, num_expected=2)
+def test_nobody_is_asked_before_the_expected_devices_are_there(tiny_model: TinyModel) -> None:
+    desk = Desk(tiny_model, num_expected=2)
     desk.join("a")
     assert desk.told("a") == []
     desk.join("b")
@@ -119,8 +114,8 @@ def test_links_are_probed_when_nobody_computes(desk: Desk) -> None:
     assert (desk.told("b")[-1], desk.told("c")) == ("probe_links", ["probe_links"])
 
 
-def test_of_devices_that_come_together_each_pair_is_probed_once(tiny: TinyModel) -> None:
-    desk = Desk(tiny, num_expected=3)
+def test_of_devices_that_come_together_each_pair_is_probed_once(tiny_model: TinyModel) -> None:
+    desk = Desk(tiny_model, num_expected=3)
     for worker_id in ("a", "b", "c"):
         desk.join(worker_id, known=desk.times())
     probes = {worker_id: desk.commands(worker_id)[0].probe_links for worker_id in desk.sessions}
@@ -157,8 +152,8 @@ def test_a_placement_does_not_wait_for_long(desk: Desk) -> None:
     assert not desk.awaits("a", NOW + MAX_WAIT_S)
 
 
-def test_a_device_that_waited_for_others_is_waited_for_from_when_it_is_asked(tiny: TinyModel) -> None:
-    desk = Desk(tiny, num_expected=2)
+def test_a_device_that_waited_for_others_is_waited_for_from_when_it_is_asked(tiny_model: TinyModel) -> None:
+    desk = Desk(tiny_model, num_expected=2)
     desk.join("a", now=NOW - 100.0)
     desk.join("b", now=NOW)
     assert desk.awaits("a", NOW + MAX_WAIT_S - 0.1)

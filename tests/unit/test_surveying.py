@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shoal.errors import NotReady
+from shoal.errors import ConnectionFailed, NotReady
 from shoal.v1 import fleet_pb2
 from tests.support.fleet import make_device
 from worker import surveying
@@ -55,6 +55,25 @@ async def test_peers_may_probe_for_a_while_only(tmp_path: Path, monkeypatch: pyt
     await asyncio.gather(*bench.tasks)
 
     assert ([name for name, _ in bench.reported], bench.tokens) == (["links_probed"], {})
+
+
+async def test_a_link_that_does_not_answer_is_known_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([fleet_pb2.LinkFigures(rtt_ms=3.0)])
+
+    async def measure(echo: object, worker_id: str, kind: str) -> fleet_pb2.LinkFigures:
+        figures = next(answers, None)
+        if figures is None:
+            raise ConnectionFailed("no echo came back")
+        return figures
+
+    monkeypatch.setattr(surveying, "measure_link", measure)
+    bench = SurveyBench(tmp_path)
+
+    for _ in range(2):
+        bench.survey.obey(fleet_pb2.AttachResponse(probe_links=fleet_pb2.ProbeLinks(link_token=TOKEN)), is_free=True)
+        await asyncio.gather(*bench.tasks)
+
+    assert bench.survey.known_links() == [fleet_pb2.LinkFigures(rtt_ms=3.0)]
 
 
 @pytest.mark.parametrize("is_free", [True, False])
