@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated
@@ -27,20 +27,16 @@ if TYPE_CHECKING:
     from orchestrator.core.demand import Demand
     from orchestrator.core.figures import FleetFigures
     from simulation.results import ClassFigures, RecoveryFigures, Results, Spread
-    from simulation.run import PlannedSite, Progress
+    from simulation.run import Progress
     from simulation.settings import Settings
 
-# What a run takes where nobody says how long: as many steps as are played in some seconds, within these bounds.
-DEFAULT_STEPS = 30_000
-MIN_SECONDS, MAX_SECONDS = 15.0, 120.0
-# Devices that leave at their rates do so rarely.
-MIN_CHURN_SECONDS = 60.0
-STREAMS_A_DEVICE = 4
 # In a log, a line for each tenth.
 NUM_LOGGED = 10
 
 Simulate = Annotated[bool, typer.Option("--simulate", help="Play the plan under load, in virtual time.")]
-Fleet = Annotated[int, typer.Option(min=0, max=10_000, help="With --simulate: so many devices of mixed kinds.")]
+Fleet = Annotated[
+    int, typer.Option(min=0, max=10_000, help="With --simulate or --sweep: so many devices of mixed kinds.")
+]
 Rate = Annotated[
     float, typer.Option(min=0, help="With --simulate: requests a second; 0: each stream asks again when answered.")
 ]
@@ -51,7 +47,7 @@ ChurnRate = Annotated[
     float, typer.Option("--churn", min=0, max=3600, help="With --simulate: how often an hour each device leaves.")
 ]
 Seed = Annotated[int, typer.Option(min=0, help="With --simulate: the same seed, the same run.")]
-Plot = Annotated[Path | None, typer.Option(help="With --simulate: draw it to an .svg file.")]
+Plot = Annotated[Path | None, typer.Option(help="With --simulate or --sweep: draw it to an .svg file.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +107,16 @@ def simulate(
     """Plan, play and show."""
     from simulation.results import results_of
     from simulation.run import plan_sites, play
+    from simulation.settings import some_seconds
 
     options.check_plot()
     began = perf_counter()
     with _progress() as tell:
-        settings = _settings(manifest, demand, options, options.seconds or MIN_SECONDS)
+        settings = _settings(manifest, demand, options)
         sites = plan_sites(settings, fleets, tell)
-        settings = _settings(manifest, demand, options, options.seconds or _some_seconds(sites, options))
+        if not options.seconds:
+            predictions = [one for site in sites for one in site.predictions]
+            settings = replace(settings, duration_s=some_seconds(predictions, options.churn))
         played = play(settings, sites, tell)
     results = results_of(settings, sites, played)
     if options.plot is not None:
@@ -131,26 +130,20 @@ def simulate(
     note(f"played in {perf_counter() - began:.1f} s; the same seed ({options.seed}) gives the same again")
 
 
-def _settings(manifest: Manifest, demand: Demand, options: SimulationOptions, seconds: float) -> Settings:
+def _settings(manifest: Manifest, demand: Demand, options: SimulationOptions) -> Settings:
     from orchestrator.shards import footprint
-    from simulation.settings import Churn, Load, Settings
+    from simulation.settings import MIN_SECONDS, Churn, Load, Settings
 
     load = Load(rate_per_s=options.rate) if options.rate else Load(num_streams=demand.num_streams)
     return Settings(
         model=footprint(manifest),
         demand=demand,
         load=load,
-        duration_s=seconds,
+        duration_s=options.seconds or MIN_SECONDS,
         churn=Churn(options.churn),
         seed=options.seed,
         attention_tokens=manifest.config.attention_tokens,
     )
-
-
-def _some_seconds(sites: Sequence[PlannedSite], options: SimulationOptions) -> float:
-    steps_per_s = sum(one.tokens_per_s / one.rows for site in sites for one in site.predictions)
-    least = MIN_CHURN_SECONDS if options.churn else MIN_SECONDS
-    return round(min(max(DEFAULT_STEPS / steps_per_s, least), MAX_SECONDS))
 
 
 @contextmanager

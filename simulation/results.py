@@ -126,9 +126,9 @@ def results_of(settings: Settings, sites: Sequence[PlannedSite], played: Played)
         ttft=spread([one for of_class in tally.by_class.values() for one in of_class.ttft_s]),
         gap=spread([one for of_class in tally.by_class.values() for one in of_class.gap_s]),
         classes=tuple(_class_figures(qos, one) for qos, one in tally.by_class.items() if one.num_judged),
-        ends={end.value: tally.all_ends[end] for end in End},
-        busy=sum(played.busy) / max(len(played.busy), 1),
-        busiest=sum(played.bottlenecks) / max(len(played.bottlenecks), 1),
+        ends={end.value: tally.ends[end] for end in End},
+        busy=_mean(played.busy),
+        busiest=_mean(played.bottlenecks),
         bound_by=_bound_by(settings, played),
         recovery=_recovery(tally.losses) if settings.churn.per_hour else None,
         num_events=played.num_events,
@@ -143,6 +143,10 @@ def spread(samples: Sequence[float]) -> Spread | None:
         return None
     p50, p95, p99, most = np.percentile(np.asarray(samples), [50, 95, 99, 100])
     return Spread(len(samples), float(p50), float(p95), float(p99), float(most))
+
+
+def _mean(shares: Sequence[float]) -> float:
+    return sum(shares) / max(len(shares), 1)
 
 
 def _class_figures(qos: QosClass, one: ClassTally) -> ClassFigures:
@@ -172,7 +176,7 @@ def _recovery(losses: Losses) -> RecoveryFigures:
 
 def _bound_by(settings: Settings, played: Played) -> str:
     """What keeps the fleet from more, as far as counts show it."""
-    ends, busiest = played.tally.all_ends, sum(played.bottlenecks) / max(len(played.bottlenecks), 1)
+    ends, busiest = played.tally.ends, _mean(played.bottlenecks)
     if ends[End.NO_CAPACITY] > SOME * ends.total():
         return f"devices that are away: {ends[End.NO_CAPACITY]} request(s) found no pipeline"
     if busiest >= BUSY:

@@ -46,7 +46,7 @@ class PlannedSite:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What came of sites. busy: of each device that was in a pipeline, the share of time that it computed.
+    """What came of all sites. busy: of each device that was in a pipeline, the share of time that it computed.
 
     bottlenecks: of each pipeline at the end, that of its busiest stage. full: how many of the looks at pipelines found all
     slots or KV taken and somebody waiting. num_events: things that happened.
@@ -81,20 +81,19 @@ def plan_sites(settings: Settings, fleets: Sequence[FleetFigures], progress: Pro
 def play(settings: Settings, sites: Sequence[PlannedSite], progress: Progress) -> Played:
     """Play all sites to their ends. Raises AssertionError if tokens come twice, or not in order, or a request never ends."""
     numbers = dealt(settings.load.num_streams, [site.share for site in sites])
-    played = []
+    tally, played = Tally(settings), []
     for index, (site, num_streams) in enumerate(zip(sites, numbers, strict=True)):
         name = f"site {index + 1} of {len(sites)}"
         tell = partial(_tell_part, progress, index / len(sites), 1 / len(sites), name)
-        played.append(_Play(settings, site, index, num_streams).run(tell))
-    tally = Tally(settings)
-    for one in played:
-        tally.add(one.tally)
+        played.append(_Play(settings, tally, site, index, num_streams))
+        played[-1].run(tell)
+    looks = [is_full for one in played for is_full in one.looks]
     return Played(
         tally=tally,
         busy=tuple(share for one in played for share in one.busy),
         bottlenecks=tuple(share for one in played for share in one.bottlenecks),
-        full=sum(one.full for one in played) / len(played),
-        num_events=sum(one.num_events for one in played),
+        full=sum(looks) / max(len(looks), 1),
+        num_events=sum(one.agenda.num_events for one in played),
     )
 
 
@@ -103,29 +102,33 @@ def _tell_part(progress: Progress, begin: float, part: float, name: str, share: 
 
 
 class _Play:
-    """One site, from its first request to the end of its last."""
+    """One site, from its first request to the end of its last.
 
-    def __init__(self, settings: Settings, planned: PlannedSite, index: int, num_streams: int) -> None:
+    busy, bottlenecks: as in Played. looks: at a pipeline, whether somebody waited.
+    """
+
+    def __init__(self, settings: Settings, tally: Tally, planned: PlannedSite, index: int, num_streams: int) -> None:
+        self.agenda = Agenda()
+        self.busy: list[float] = []
+        self.bottlenecks: list[float] = []
+        self.looks: list[bool] = []
         self._settings = settings
-        self._agenda = Agenda()
-        self._tally = Tally(settings)
-        self._site = Site(self._agenda, self._tally, self._ended)
+        self._site = Site(self.agenda, tally, self._ended)
         own = replace(settings, demand=planned.demand)
         random = settings.random("devices", index)
         placements = [one.placement for one in planned.predictions]
-        self._upkeep = Upkeep(own, planned.fleet, placements, self._site, self._agenda, self._tally.losses, random)
+        self._upkeep = Upkeep(own, planned.fleet, placements, self._site, self.agenda, tally.losses, random)
         rate_per_s = settings.load.rate_per_s * planned.share
         self._traffic = Traffic(settings, index, rate_per_s)
-        self._looks: list[bool] = []
         if rate_per_s:
             self._plan_arrival()
         starts = settings.random("starts", index)
         for stream in range(num_streams):
             # Who begins at the same time would stay in step.
-            self._agenda.at(starts.uniform(0.0, settings.warm_s / 2), partial(self._ask, stream))
+            self.agenda.at(starts.uniform(0.0, settings.warm_s / 2), partial(self._ask, stream))
 
-    def run(self, progress: Progress) -> Played:
-        settings, agenda = self._settings, self._agenda
+    def run(self, progress: Progress) -> None:
+        settings, agenda = self._settings, self.agenda
         warm_s, counted_s = settings.warm_s, settings.duration_s - settings.warm_s
         agenda.run(warm_s)
         self._upkeep.begin_count()
@@ -135,21 +138,15 @@ class _Play:
             progress(number / NUM_LOOKS, f"{agenda.now:.0f} of {settings.duration_s:.0f} s")
         self._upkeep.end_count()
         shares = {worker_id: busy_s / counted_s for worker_id, busy_s in self._upkeep.busy_s.items()}
+        self.busy = [share for share in shares.values() if share]
         placements = [lane.placement for lane in self._site.lanes.values()]
-        bottlenecks = [max(shares[worker_id] for worker_id in placement.worker_ids) for placement in placements]
+        self.bottlenecks = [max(shares[worker_id] for worker_id in placement.worker_ids) for placement in placements]
         self._drain()
-        return Played(
-            self._tally,
-            tuple(share for share in shares.values() if share),
-            tuple(bottlenecks),
-            sum(self._looks) / max(len(self._looks), 1),
-            agenda.num_events,
-        )
 
     def _drain(self) -> None:
         """Nobody comes any more, and those who wait go: what runs comes to its end."""
         self._site.give_up_waiting()
-        agenda, end_s = self._agenda, self._settings.duration_s + MAX_DRAIN_S
+        agenda, end_s = self.agenda, self._settings.duration_s + MAX_DRAIN_S
         while self._site.num_open and (next_at := agenda.next_at()) is not None and next_at <= end_s:
             agenda.run(next_at)
         if self._site.num_open:
@@ -162,24 +159,24 @@ class _Play:
         self._site.check_invariants()
         self._upkeep.check_invariants()
         for lane in self._site.lanes.values():
-            self._looks.append(lane.scheduler.num_waiting > 0)
+            self.looks.append(lane.scheduler.num_waiting > 0)
 
     # Requests
 
     def _plan_arrival(self) -> None:
-        at = self._agenda.now + self._traffic.next_gap_s()
+        at = self.agenda.now + self._traffic.next_gap_s()
         if at < self._settings.duration_s:
-            self._agenda.at(at, self._arrive)
+            self.agenda.at(at, self._arrive)
 
     def _arrive(self) -> None:
-        self._site.submit(self._traffic.draw(self._agenda.now))
+        self._site.submit(self._traffic.draw(self.agenda.now))
         self._plan_arrival()
 
     def _ask(self, stream: int) -> None:
-        if self._agenda.now < self._settings.duration_s:
-            self._site.submit(self._traffic.draw(self._agenda.now, stream))
+        if self.agenda.now < self._settings.duration_s:
+            self._site.submit(self._traffic.draw(self.agenda.now, stream))
 
     def _ended(self, request: Request, end: End, retry_s: float) -> None:
         """Of a closed loop, the stream asks again: the same thing where it was refused would be no different."""
         if request.stream is not None:
-            self._agenda.at(self._agenda.now + retry_s, partial(self._ask, request.stream))
+            self.agenda.at(self.agenda.now + retry_s, partial(self._ask, request.stream))

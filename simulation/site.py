@@ -53,7 +53,6 @@ class Site:
         self._parking = Parking()
         self._parking_at: float | None = None
         self._requests: dict[SequenceId, Request] = {}
-        self._lane_of: dict[SequenceId, SimulatedLane] = {}
 
     @property
     def num_open(self) -> int:
@@ -78,22 +77,21 @@ class Site:
             except ShoalError as error:
                 retry_s = max(retry_s, error.retry_after_s)
             else:
-                self._lane_of[sequence.sequence_id] = lane
                 self._turn(lane)
                 return
         self._end(request, End.REFUSED, retry_s)
 
     def give_up_waiting(self) -> None:
         """End all requests that have had no slot: the run is over."""
-        for sequence_id, lane in list(self._lane_of.items()):
-            sequence = self._requests[sequence_id].sequence
-            if not sequence.has_started and lane.scheduler.withdraw(sequence_id, self._agenda.now) is not None:
-                self._end(self._requests[sequence_id], End.WAITING)
+        now = self._agenda.now
+        new = [one for one in self._requests.values() if not one.sequence.has_started]
+        for request in new:
+            lanes = self.lanes.values()
+            if any(lane.scheduler.withdraw(request.sequence.sequence_id, now) is not None for lane in lanes):
+                self._end(request, End.WAITING)
 
     def _end(self, request: Request, end: End, retry_s: float = 0.0) -> None:
-        sequence_id = request.sequence.sequence_id
-        del self._requests[sequence_id]
-        self._lane_of.pop(sequence_id, None)
+        del self._requests[request.sequence.sequence_id]
         self._tally.end(request, end, self._agenda.now)
         self._on_end(request, end, retry_s)
 
@@ -186,7 +184,6 @@ class Site:
         now, losses = self._agenda.now, self._tally.losses
         for sequence in self.lanes.pop(pipeline_id).take_all(now):
             request = self._requests[sequence.sequence_id]
-            del self._lane_of[sequence.sequence_id]
             if sequence.has_started:
                 request.num_losses += 1
                 sequence.num_recoveries += 1
@@ -212,7 +209,6 @@ class Site:
             lane.scheduler.submit(sequence, self._agenda.now)
         except ShoalError:
             return False
-        self._lane_of[sequence.sequence_id] = lane
         return True
 
     def _watch_parking(self) -> None:
@@ -239,6 +235,5 @@ class Site:
             lane.scheduler.check_invariants()
             assert lane.scheduler.num_replay_mismatches == 0
         for sequence_id, request in self._requests.items():
-            holders = [one for one in self.lanes.values() if one.scheduler.get(sequence_id) is not None]
-            assert len(holders) + (sequence_id in self._parking) == 1, request.sequence.story()
-            assert self._lane_of.get(sequence_id) in (*holders, None), request.sequence.story()
+            num_holders = sum(lane.scheduler.get(sequence_id) is not None for lane in self.lanes.values())
+            assert num_holders + (sequence_id in self._parking) == 1, request.sequence.story()

@@ -1,7 +1,7 @@
 """What happens in a simulated run, counted: tokens, times, ends of requests, losses of pipelines.
 
 Only what falls into the window of a run counts: tokens and gaps by their own time, requests by when they came, losses and
-what follows from them always. Counts of several sites are added up. Judges nothing but targets; `results` makes figures.
+what follows from them always. All sites of a run have one. Judges nothing but targets; `results` makes figures.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from enum import Enum
 
 from shoal.types import QosClass
 from simulation.requests import Request
-from simulation.settings import Settings, targets_of
+from simulation.settings import Settings
 
 
 class End(Enum):
@@ -37,18 +37,10 @@ def _floats() -> array[float]:
 class ClassTally:
     """Of one class. num_judged: requests that ended, or had waited too long at the end; num_good: within their targets."""
 
-    ends: Counter[End] = field(default_factory=Counter)
     num_judged: int = 0
     num_good: int = 0
     ttft_s: array[float] = field(default_factory=_floats)
     gap_s: array[float] = field(default_factory=_floats)
-
-    def add(self, other: ClassTally) -> None:
-        self.ends += other.ends
-        self.num_judged += other.num_judged
-        self.num_good += other.num_good
-        self.ttft_s.extend(other.ttft_s)
-        self.gap_s.extend(other.gap_s)
 
 
 @dataclass(slots=True)
@@ -68,16 +60,6 @@ class Losses:
     gap_s: array[float] = field(default_factory=_floats)
     at_s: array[float] = field(default_factory=_floats)
 
-    def add(self, other: Losses) -> None:
-        self.num_left += other.num_left
-        self.num_pipelines += other.num_pipelines
-        self.num_repaired += other.num_repaired
-        self.num_built += other.num_built
-        self.num_moved += other.num_moved
-        self.num_parked += other.num_parked
-        self.gap_s.extend(other.gap_s)
-        self.at_s.extend(other.at_s)
-
 
 class Tally:
     """Invariant: tokens of an answer are counted once and in order, or the run ends with an error."""
@@ -91,7 +73,7 @@ class Tally:
         # Of the whole run, by the second in which they came.
         self.tokens_by_s: Counter[int] = Counter()
         # Of all requests, whenever they came.
-        self.all_ends: Counter[End] = Counter()
+        self.ends: Counter[End] = Counter()
 
     def _counts(self, at: float) -> bool:
         return self._from_s <= at <= self._to_s
@@ -119,7 +101,7 @@ class Tally:
     def end(self, request: Request, end: End, now: float) -> None:
         """Count the end of a request."""
         sequence = request.sequence
-        self.all_ends[end] += 1
+        self.ends[end] += 1
         if end is End.FINISHED:
             # What the context leaves may be less.
             assert request.num_tokens == min(request.num_answer, sequence.max_tokens), (
@@ -127,29 +109,18 @@ class Tally:
             )
         if not self._counts(sequence.arrived_at):
             return
-        one, targets = self.by_class[sequence.qos], targets_of(sequence.qos)
-        one.ends[end] += 1
+        one, targets = self.by_class[sequence.qos], sequence.targets
         waited_s = now - sequence.arrived_at
         if end is End.WAITING and (targets.ttft_s is None or waited_s <= targets.ttft_s):
             return
         one.num_judged += 1
         one.num_good += end is End.FINISHED and _is_good(request)
 
-    def add(self, other: Tally) -> None:
-        """Take in what was counted elsewhere."""
-        for qos, one in self.by_class.items():
-            one.add(other.by_class[qos])
-        self.losses.add(other.losses)
-        self.num_tokens += other.num_tokens
-        self.num_prompt_tokens += other.num_prompt_tokens
-        self.tokens_by_s += other.tokens_by_s
-        self.all_ends += other.all_ends
-
 
 def _is_good(request: Request) -> bool:
     """Whether the first token, and the others on average, came as soon as they were to."""
     sequence = request.sequence
-    targets, first_at = targets_of(sequence.qos), sequence.first_token_at
+    targets, first_at = sequence.targets, sequence.first_token_at
     assert first_at is not None, sequence.story()
     gap_s = (request.last_at - first_at) / max(request.num_tokens - 1, 1)
     return (targets.ttft_s is None or first_at - sequence.arrived_at <= targets.ttft_s) and (

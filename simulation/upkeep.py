@@ -193,10 +193,14 @@ class Upkeep:
         return num_missing
 
     def _free(self, taken: Collection[WorkerId] = ()) -> list[WorkerId]:
+        held = set(self._held())
+        return [one for one in self._by_id if one not in held and one not in self._away and one not in taken]
+
+    def _held(self) -> list[WorkerId]:
+        """Who is in pipelines, in force or on their way."""
         placements = [lane.placement for lane in self._site.lanes.values()]
         placements += [build.placement for build in self._builds.values()]
-        held = {worker_id for placement in placements for worker_id in placement.worker_ids}
-        return [one for one in self._by_id if one not in held and one not in self._away and one not in taken]
+        return [worker_id for placement in placements for worker_id in placement.worker_ids]
 
     def _lane_with(self, worker_id: WorkerId) -> SimulatedLane | None:
         lanes = self._site.lanes.values()
@@ -233,8 +237,6 @@ class Upkeep:
                 self.busy_s[worker_id] += busy_s
 
     def check_invariants(self) -> None:
-        placements = [lane.placement for lane in self._site.lanes.values()]
-        placements += [build.placement for build in self._builds.values()]
-        held = [worker_id for placement in placements for worker_id in placement.worker_ids]
+        held = self._held()
         assert len(held) == len(set(held)), f"in two pipelines: {sorted(held)}"
         assert not (self._away - self._missed).intersection(held), "a device that is known to be away is counted on"

@@ -14,16 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cli.models import open_store
-from launch.profiles import load_profile
+from cli.simulate import SimulationOptions, synthetic_fleets
 from loadtest.plots import Curve, Curves, draw_curves
 from modelstore.manifest import Manifest
 from orchestrator.core.demand import Demand
 from orchestrator.shards import footprint
-from orchestrator.what_if import fleet_of_profiles
 from simulation.results import Results, results_of
 from simulation.run import plan_sites, play
 from simulation.settings import Churn, Load, Settings
-from simulation.synthetic import KIND_SHARES, in_sites, make_devices
 
 MODEL = "smollm2-135m"
 SIZES = (10, 25, 50, 100, 250, 500, 1000)
@@ -49,13 +47,12 @@ def run(
     manifest: Manifest, num_devices: int, load: Load, seconds: float, per_hour: float = 0.0
 ) -> tuple[Results, float]:
     """As `shoal plan --simulate --fleet` does it; also how long it took."""
-    began, model = time.process_time(), footprint(manifest)
-    profiles = {kind: load_profile(kind) for kind in KIND_SHARES}
-    fleets = [fleet_of_profiles(model, site) for site in in_sites(make_devices(profiles, num_devices, SEED))]
+    began = time.process_time()
+    fleets, _ = synthetic_fleets(manifest, SimulationOptions(fleet=num_devices, seed=SEED))
     # What a plan is for does not change with an open loop's rate.
     num_streams = load.num_streams or CHURN_STREAMS
     settings = Settings(
-        model=model,
+        model=footprint(manifest),
         demand=Demand(num_streams, replicas=0, is_shared=True),
         load=load,
         duration_s=seconds,

@@ -24,6 +24,7 @@ from orchestrator.shards import footprint
 from orchestrator.what_if import fleet_of_messages
 from shoal.types import DeviceProfile, LayerRange, QosClass, WorkerId
 from shoal.v1 import admin_pb2, admin_pb2_grpc
+from simulation.synthetic import dealt
 from tests.bench.context import Bench, decode_prompts
 from tests.bench.figures import Figure, from_pairs
 from tests.bench.fleet import System
@@ -49,12 +50,7 @@ def unequal_devices() -> list[DeviceProfile]:
 def split_by_memory(profiles: Sequence[DeviceProfile], num_layers: int) -> str:
     """Layers in proportion to the memory that each device has for a shard, the largest remainders rounded up."""
     total = sum(profile.shard_bytes for profile in profiles)
-    shares = [num_layers * profile.shard_bytes / total for profile in profiles]
-    layers = [int(share) for share in shares]
-    by_remainder = sorted(range(len(shares)), key=lambda index: layers[index] - shares[index])
-    for index in by_remainder[: num_layers - sum(layers)]:
-        layers[index] += 1
-    return ",".join(map(str, layers))
+    return ",".join(map(str, dealt(num_layers, [profile.shard_bytes / total for profile in profiles])))
 
 
 def prediction(bench: Bench) -> list[Figure]:

@@ -260,7 +260,7 @@ class TestTally:
         tally = Tally(make_settings())
         answer(tally, make_request(arrived_at=1.0), 1.5, 1.55)
         assert (tally.num_tokens, tally.by_class[QosClass.BALANCED].num_judged) == (0, 0)
-        assert tally.all_ends[End.FINISHED] == 1
+        assert tally.ends[End.FINISHED] == 1
 
     @pytest.mark.parametrize("index", [0, 2], ids=["twice", "left out"])
     def test_a_token_twice_or_left_out_ends_the_run(self, index: int) -> None:
@@ -288,7 +288,7 @@ class TestTally:
         tally.end(make_request(arrived_at=19.0), End.WAITING, 20.0)
         tally.end(make_request(arrived_at=15.0), End.WAITING, 20.0)
         one = tally.by_class[QosClass.BALANCED]
-        assert (one.num_judged, one.num_good, one.ends[End.WAITING]) == (1, 0, 2)
+        assert (one.num_judged, one.num_good, tally.ends[End.WAITING]) == (1, 0, 2)
 
 
 def test_samples_are_summed_up() -> None:
