@@ -18,6 +18,9 @@ from typing import IO, Any, Self
 from modelstore.blob_writer import sync_folder
 from shoal.errors import ConfigError, StorageFull
 
+# Of every line: by it, an answer that was cut off is told from another file's last line, which is not ours to remove.
+_START = b'{"line": '
+
 
 @dataclass(frozen=True, slots=True)
 class Kept:
@@ -46,7 +49,7 @@ class AnswerFile:
         try:
             self._file = self._path.open("a+b")
         except OSError as error:
-            raise ConfigError(f"{self._path}: cannot be written: {error.strerror}", field="out") from error
+            raise ConfigError(f"{self._path}: cannot be written: {error.strerror or error}", field="out") from error
         try:
             self._lock(self._file)
             self._read(self._file)
@@ -70,13 +73,14 @@ class AnswerFile:
         end = 0
         for number, raw in enumerate(file, start=1):
             if not raw.endswith(b"\n"):
+                if raw[: len(_START)] != _START[: len(raw)]:
+                    raise self._refusal(number)
                 self.num_repaired = len(raw)
                 file.truncate(end)
                 os.fsync(file.fileno())
                 break
             self._take(number, raw)
             end += len(raw)
-        file.seek(0, os.SEEK_END)
 
     def _take(self, number: int, raw: bytes) -> None:
         try:
@@ -86,11 +90,14 @@ class AnswerFile:
         except (ValueError, KeyError, TypeError):
             is_new = False
         if not is_new:
-            raise ConfigError(
-                f"{self._path}:{number}: is no line of a batch's answers, or is there twice; give another --out",
-                field="out",
-            )
+            raise self._refusal(number)
         self.kept[line] = kept
+
+    def _refusal(self, number: int) -> ConfigError:
+        return ConfigError(
+            f"{self._path}:{number}: is no line of a batch's answers, or is there twice; give another --out",
+            field="out",
+        )
 
     def append(self, answers: Iterable[Mapping[str, Any]]) -> None:
         """Write answers and wait for the disk; only then are they kept. Raises StorageFull."""
@@ -135,4 +142,5 @@ def _kept(answer: Mapping[str, Any]) -> Kept:
 
 
 def _encode(answer: Mapping[str, Any]) -> bytes:
-    return json.dumps(answer, ensure_ascii=False).encode() + b"\n"
+    # Half a character, as a refused line may have one in a name, is written as JSON's own escape.
+    return json.dumps(answer, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"

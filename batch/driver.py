@@ -93,7 +93,7 @@ class Batch:
         self._num_running = 0
         self._num_tokens = 0
         self._started_at = time.monotonic()
-        # Since when everybody who asked was told to come again; None after an answer.
+        # Since when nobody answers; None while somebody does, be it that the queue is full.
         self._failing_since: float | None = None
         self._to_write: asyncio.Queue[Mapping[str, Any] | None] = asyncio.Queue(maxsize=2 * concurrency)
 
@@ -165,10 +165,13 @@ class Batch:
 
     def _check_patience(self, error: ShoalError) -> None:
         """Raise the error if it goes on for too long; a queue that is full is one that moves."""
+        if isinstance(error, Overloaded):
+            self._failing_since = None
+            return
         now = time.monotonic()
         if self._failing_since is None:
             self._failing_since = now
-        if not isinstance(error, Overloaded) and now - self._failing_since > self._patience_s:
+        if now - self._failing_since > self._patience_s:
             raise error
 
     async def _write(self) -> None:

@@ -66,14 +66,23 @@ def test_sorting_puts_answers_in_the_order_of_the_prompts(tmp_path: Path) -> Non
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
-def test_a_file_of_something_else_is_left_as_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ["dear diary\n", "dear diary", '{"prompt": "Fish"}'])
+def test_a_file_of_something_else_is_left_as_it_is(tmp_path: Path, content: str) -> None:
     path = tmp_path / "answers.jsonl"
-    path.write_text("dear diary\n")
+    path.write_text(content)
 
     with pytest.raises(ConfigError, match=r"answers\.jsonl:1"), AnswerFile(path):
         pass
 
-    assert path.read_text() == "dear diary\n"
+    assert path.read_text() == content
+
+
+def test_half_a_character_in_what_is_told_of_a_line_is_kept_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    with AnswerFile(path) as file:
+        file.append([answer(1, "\ud800")])
+
+    assert json.loads(path.read_bytes())["text"] == "\ud800"
 
 
 def test_a_line_that_is_there_twice_is_told(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -134,6 +135,58 @@ async def test_a_batch_gives_up_when_nobody_answers_and_keeps_what_it_has(tmp_pa
         await run([make_prompt(line) for line in range(1, 5)], file, ask, concurrency=1, patience_s=0.0)
 
     assert answers_of(tmp_path).keys() == {1, 2}
+
+
+async def test_patience_is_for_silence_alone_a_full_queue_and_an_answer_end_it(
+    tmp_path: Path, file: AnswerFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(driver, "time", SimpleNamespace(monotonic=lambda: now))
+    steps: list[Exception | None] = [
+        ConnectionFailed("away"), Overloaded("full"), ConnectionFailed("away"), None, ConnectionFailed("away"), None,
+    ]  # fmt: skip
+
+    async def ask(prompt: Prompt) -> Generation:
+        nonlocal now
+        now += 100.0
+        if fault := steps.pop(0):
+            raise fault
+        return await echo(prompt)
+
+    await run([make_prompt(1), make_prompt(2)], file, ask, concurrency=1, patience_s=60.0)
+
+    assert {line: answer["text"] for line, answer in answers_of(tmp_path).items()} == {
+        1: "to prompt 1",
+        2: "to prompt 2",
+    }
+
+
+async def test_who_is_told_when_to_come_again_does_not_come_before(
+    file: AnswerFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults, slept_s = [Overloaded("full", retry_after_s=3.0)], []
+    sleep = asyncio.sleep
+
+    async def note(delay_s: float) -> None:
+        slept_s.append(delay_s)
+        await sleep(0)
+
+    async def ask(prompt: Prompt) -> Generation:
+        if faults:
+            raise faults.pop()
+        return make_generation("Hi")
+
+    monkeypatch.setattr(asyncio, "sleep", note)
+    await run([make_prompt(1)], file, ask)
+
+    assert [delay_s for delay_s in slept_s if delay_s != driver.PROGRESS_S] == [3.0]
+
+
+async def test_errors_of_an_earlier_run_are_counted_with_those_of_this_one(file: AnswerFile) -> None:
+    bad: list[Prompt | Refusal] = [Refusal(n, f"line-{n}", "d", InvalidRequest("line", "is not JSON")) for n in (1, 2)]
+    await run(bad[:1], file, echo)
+
+    assert (await run(unanswered(bad, file), file, echo)).num_failed == 2
 
 
 async def test_a_prompt_that_fails_while_others_are_answered_becomes_an_error_at_last(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from batch import prompts
 from batch.prompts import Prompt, Refusal, read_prompts
 from shoal.errors import ConfigError
 
@@ -61,6 +62,7 @@ def test_a_line_without_an_id_is_named_by_its_number_blank_lines_counted(tmp_pat
         ('{"prompt": "Hi", "session_id": "s"}', "session_id"),
         ('{"id": "", "prompt": "Hi"}', "id"),
         ('{"id": "\\ud800", "prompt": "Hi"}', "id"),
+        ('{"id": true, "prompt": "Hi"}', "id"),
     ],
 )
 def test_a_bad_line_is_refused_by_the_field_at_fault_and_the_next_one_is_read(
@@ -88,6 +90,20 @@ def test_bytes_that_are_no_text_are_a_bad_line(tmp_path: Path) -> None:
     (line,) = read_prompts(path)
 
     assert isinstance(line, Refusal)
+
+
+def test_a_line_is_the_same_prompt_when_another_one_comes_behind_it(tmp_path: Path) -> None:
+    (last,) = read(tmp_path, '{"prompt": "Hi"}')
+    first, _ = read(tmp_path, '{"prompt": "Hi"}', '{"prompt": "Ho"}')
+
+    assert first.digest == last.digest
+
+
+def test_a_line_far_longer_than_a_prompt_is_told_and_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts, "MAX_LINE_BYTES", 20)
+
+    with pytest.raises(ConfigError, match=r"prompts\.jsonl:2: longer than 20 bytes"):
+        read(tmp_path, '{"prompt": "Hi"}', json.dumps({"prompt": "Hi" * 20}))
 
 
 def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
