@@ -6,7 +6,7 @@ Knows options and what is shown. Called by `cli.serve`; the dispatcher is a proc
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from launch.autoscaling import Autoscaler
     from launch.local import LocalFleet
     from launch.ray_fleet import RayDevices
+
+
+# The address of whichever cluster runs here.
+THIS_MACHINE = "auto"
 
 
 class On(Enum):
@@ -78,15 +82,14 @@ class Elsewhere:
             note(line)
 
 
-@contextmanager
-def devices_of(choice: RayChoice | None, fleet: LocalFleet, names: Sequence[str]) -> Iterator[Elsewhere | None]:
-    """Run a fleet's devices on Ray, if that was chosen, until the end of the block."""
+def devices_of(
+    choice: RayChoice | None, fleet: LocalFleet, names: Sequence[str]
+) -> AbstractContextManager[Elsewhere | None]:
+    """Of a fleet's devices, a block that runs them on Ray, if that was chosen. Raises ConfigError before that begins."""
     if choice is None:
-        yield None
-        return
+        return nullcontext()
     from launch.autoscaling import Autoscaler
     from launch.desk import Desk
-    from launch.detached import LINGER_S
     from launch.ray_fleet import RayDevices
     from launch.ray_nodes import load_map
     from launch.scaling import parse_bounds
@@ -101,6 +104,13 @@ def devices_of(choice: RayChoice | None, fleet: LocalFleet, names: Sequence[str]
     )
     home, port = fleet.config.home, fleet.config.port
     scaler = None if bounds is None else Autoscaler(fleet.address, home, Desk(home, port), bounds)
+    return _running(fleet, devices, scaler)
+
+
+@contextmanager
+def _running(fleet: LocalFleet, devices: RayDevices, scaler: Autoscaler | None) -> Iterator[Elsewhere]:
+    from launch.detached import LINGER_S
+
     with devices:
         try:
             yield Elsewhere(fleet, devices, scaler)
@@ -121,13 +131,14 @@ def choice_of(on: On, address: str, ray_map: Path | None, autoscale: str, kv_tra
                 "--kv-trace is for devices of this machine; with --on ray it would be elsewhere", field="kv_trace"
             )
         return RayChoice(address, ray_map, autoscale)
-    for flag, value in (("--ray-map", ray_map), ("--autoscale", autoscale)):
-        if value:
+    given = {"--address": address != THIS_MACHINE, "--ray-map": ray_map is not None, "--autoscale": bool(autoscale)}
+    for flag, is_given in given.items():
+        if is_given:
             raise ConfigError(f"{flag} is for fleets of --on ray", field=flag[2:].replace("-", "_"))
     return None
 
 
-def ray_dispatcher(address: RayAddress = "auto") -> None:
+def ray_dispatcher(address: RayAddress = THIS_MACHINE) -> None:
     """Place workers on the nodes of a Ray cluster as standard input says."""
     try:
         from launch.ray_cluster import run

@@ -18,7 +18,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cli.models import fetch, open_store
-from cli.on_ray import Autoscale, Elsewhere, On, RayAddress, RayChoice, RayMap, Where, choice_of, devices_of
+from cli.on_ray import (
+    THIS_MACHINE,
+    Autoscale,
+    Elsewhere,
+    On,
+    RayAddress,
+    RayChoice,
+    RayMap,
+    Where,
+    choice_of,
+    devices_of,
+)
 from cli.parameters import with_parameters
 from cli.show import device_table
 from cli.terminal import note, say, waiting
@@ -122,7 +133,7 @@ def up(
     kv_redis_mib: RedisMib = DEFAULT_REDIS_MIB,
     kv_trace: KVTrace = None,
     on: Where = On.LOCAL,
-    address: RayAddress = "auto",
+    address: RayAddress = THIS_MACHINE,
     ray_map: RayMap = None,
     autoscale: Autoscale = "",
     **values: Any,
@@ -179,10 +190,11 @@ def running_fleet(
         fleet = LocalFleet(config, names, worker=worker, redis=server, kv_trace=kv_trace)
     else:
         fleet = LocalFleet(config, [], redis=server, num_elsewhere=len(names))
+    on_ray = devices_of(ray, fleet, names)
     _require_model(config)
     started_at = time.monotonic()
     # Ray's devices end last: the orchestrator first lets answers end.
-    with devices_of(ray, fleet, names) as elsewhere, fleet:
+    with on_ray as elsewhere, fleet:
         worker_ids = fleet.worker_ids if elsewhere is None else elsewhere.worker_ids
         with waiting(f"starting {', '.join(worker_ids)}") as update:
 

@@ -190,7 +190,7 @@ class Keeper:
             process = psutil.Process(note["pid"])
             # A number may have come to another process since.
             is_same = process.create_time() == note["created"] and _is_running(process)
-        except (OSError, ValueError, KeyError, psutil.Error):
+        except (OSError, ValueError, KeyError, TypeError, psutil.Error):
             return None
         return process if is_same else None
 

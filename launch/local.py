@@ -97,7 +97,7 @@ class LocalFleet:
         port = config.port or _free_port(config.host)
         self.num_elsewhere = num_elsewhere
         self.config = replace(config, port=port, expect_workers=len(devices) + num_elsewhere)
-        self.address = f"{_reachable(config.host)}:{port}"
+        self.address = f"{reachable(config.host)}:{port}"
         self._lock = ExitStack()
         self.children: list[Child] = []
         self._clock = clock
@@ -347,7 +347,7 @@ def _pipe_of(child: Child) -> IO[bytes]:
     return child.process.stdin
 
 
-def _reachable(host: str) -> str:
+def reachable(host: str) -> str:
     """Where a listener on all addresses is reached from this machine."""
     return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
 

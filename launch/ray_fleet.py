@@ -21,7 +21,7 @@ from typing import IO, Any, Self
 from launch.backoff import Backoff
 from launch.desk import Desk, Wanted
 from launch.detached import WorkerOrder
-from launch.local import Child, failure_of, how_it_ended
+from launch.local import Child, failure_of, how_it_ended, reachable
 from launch.profiles import SHIPPED
 from launch.ray_nodes import NodeMap, NodeWish
 from launch.roster import Device, absolute, worker_ids
@@ -231,7 +231,7 @@ def _order(config: OrchestratorConfig, worker_id: str, device: Device, redis_url
     is_shipped = device.source in SHIPPED.names()
     return WorkerOrder(
         worker_id=worker_id,
-        join=f"{'127.0.0.1' if _is_on_all(config.host) else config.host}:{config.port}",
+        join=f"{reachable(config.host)}:{config.port}",
         profile=device.source if is_shipped else "",
         profile_text="" if is_shipped else Path(device.source).read_text(encoding="utf-8"),
         mode=device.mode,

@@ -276,7 +276,7 @@ def from_environment(cls: type[C], overrides: Mapping[str, object], environ: Map
 
 
 def _read_file(variable: str, environ: Mapping[str, str]) -> str:
-    """The content of the file that a variable names, without the end of its last line; empty if there is no variable."""
+    """The content of the file that a variable names, without the space around it; empty if there is no variable."""
     path = environ.get(variable)
     if not path:
         return ""

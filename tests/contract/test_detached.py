@@ -16,6 +16,7 @@ from tests.support.commands import until
 
 # Says by its log what its standard input does, and ends when it is told to.
 LASTING = "import sys, time; print('up', flush=True); sys.stdin.read(); print('alone', flush=True); time.sleep(60)"
+DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
 ENDING = "print('no such model')"
 
 
@@ -106,6 +107,15 @@ def test_a_note_of_a_process_that_is_another_one_by_now_is_not_believed(place: P
     assert place.tend(place.keeper()).pid != pid
 
 
+@pytest.mark.parametrize("text", ["", "[]", '{"pid": 7}', '{"pid": "seven", "created": 1.0}'])
+def test_a_note_that_is_none_is_not_believed(place: Place, text: str) -> None:
+    keeper = place.keeper()
+    keeper.note_path.parent.mkdir(parents=True)
+    keeper.note_path.write_text(text)
+
+    assert place.tend(keeper).news == "runs"
+
+
 def test_a_worker_that_ends_is_started_again_after_a_while_and_its_last_words_are_told(place: Place) -> None:
     keeper = place.keeper(ENDING)
     pid = place.tend(keeper).pid
@@ -127,8 +137,19 @@ def test_stopping_ends_the_worker_and_it_is_started_no_more(place: Place) -> Non
     keeper.stop()
 
     assert has_ended(pid)
+    assert not keeper.note_path.exists()
     assert place.tend(keeper).pid == 0
     assert place.tend(place.keeper(), may_start=False).pid == 0
+
+
+def test_a_worker_that_does_not_end_when_it_is_told_to_is_killed(place: Place) -> None:
+    keeper = place.keeper(DEAF)
+    pid = place.tend(keeper).pid
+    until(keeper.log_path.read_text, lambda said: "up" in said)
+
+    keeper.stop(timeout_s=0.0)
+
+    until(lambda: has_ended(pid))
 
 
 def test_a_profile_that_was_sent_is_a_file_where_the_worker_runs(place: Place) -> None:

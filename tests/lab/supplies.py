@@ -44,7 +44,7 @@ def base_tar(cache: Path) -> Path:
     path = cache / f"base-{SUITE}-{what}.tar"
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=cache, prefix="base-") as folder:
-            mirror = [os.environ["SHOAL_LAB_MIRROR"]] if "SHOAL_LAB_MIRROR" in os.environ else []
+            mirror = [named] if (named := os.environ.get("SHOAL_LAB_MIRROR")) else []
             include = f"--include={','.join(BASE_PACKAGES)}"
             run(["debootstrap", "--variant=minbase", include, SUITE, folder, *mirror])
             part = path.with_suffix(".part")

@@ -22,6 +22,7 @@ class Office:
     def __init__(self, home: Path, program: str) -> None:
         self.now = 0.0
         self.num_waiting = 0
+        self.num_looks = 0
         self.asked: list[str] = []
         self._program = program
         self.desk = Desk(home, 50_070)
@@ -37,6 +38,7 @@ class Office:
         )
 
     def _status(self, _: str) -> Any:
+        self.num_looks += 1
         return SimpleNamespace(num_waiting=self.num_waiting, num_running=2)
 
     def _command(self, count: str) -> list[str]:
@@ -72,6 +74,15 @@ def test_a_full_queue_has_another_device_come_and_that_is_told(make_office: Any)
 
     assert office.asked == ["tablet=2"]
     assert told == ["9 requests wait, 2 are computed: tablet=2 in place of 1"]
+
+
+def test_the_fleet_is_looked_at_now_and_then_only(make_office: Any) -> None:
+    office = make_office("")
+
+    for _ in range(3):
+        office.scaler.step()
+
+    assert office.num_looks == 1
 
 
 def test_nothing_more_is_asked_for_while_a_change_is_under_way(make_office: Any) -> None:

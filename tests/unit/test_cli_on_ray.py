@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from cli.on_ray import On, RayChoice, choice_of
+from cli.on_ray import On, RayChoice, choice_of, devices_of
+from launch.local import LocalFleet
+from shoal.config import OrchestratorConfig
 from shoal.errors import ConfigError
 
 
@@ -21,15 +23,35 @@ def test_what_is_said_of_ray_is_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("on", "ray_map", "autoscale", "kv_trace", "said"),
+    ("on", "address", "ray_map", "autoscale", "kv_trace", "said"),
     [
-        (On.LOCAL, Path("nodes.toml"), "", None, "--ray-map is for"),
-        (On.LOCAL, None, "tablet=1..2", None, "--autoscale is for"),
-        (On.RAY, None, "", Path("traces"), "--kv-trace is for"),
+        (On.LOCAL, "head:6379", None, "", None, "--address is for"),
+        (On.LOCAL, "auto", Path("nodes.toml"), "", None, "--ray-map is for"),
+        (On.LOCAL, "auto", None, "tablet=1..2", None, "--autoscale is for"),
+        (On.RAY, "auto", None, "", Path("traces"), "--kv-trace is for"),
     ],
 )
 def test_an_option_of_the_other_kind_is_refused_and_not_ignored(
-    on: On, ray_map: Path | None, autoscale: str, kv_trace: Path | None, said: str
+    on: On, address: str, ray_map: Path | None, autoscale: str, kv_trace: Path | None, said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        choice_of(on, "auto", ray_map, autoscale, kv_trace)
+        choice_of(on, address, ray_map, autoscale, kv_trace)
+
+
+@pytest.mark.parametrize(
+    ("name", "choice", "said"),
+    [
+        ("phnoe", RayChoice("auto", None), "no device profile 'phnoe'"),
+        ("phone", RayChoice("auto", Path("none.toml")), "none.toml: cannot be read"),
+        ("phone", RayChoice("auto", None, "phone=many"), r"NAME=LEAST\.\.MOST"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_fetched_or_started(
+    tmp_path: Path, name: str, choice: RayChoice, said: str
+) -> None:
+    fleet = LocalFleet(OrchestratorConfig(home=tmp_path), [], num_elsewhere=1)
+
+    with pytest.raises(ConfigError, match=said):
+        devices_of(choice, fleet, [name])
+
+    assert not list(tmp_path.iterdir())

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
+from launch import compose
 from launch.compose import BUILDERS, FILE, NOTHING, ComposeLab, run_command
 from launch.links import PROBE, Shape
 from shoal.errors import ConfigError, LaunchFailed, ModelNotFound
+from tests.support.shards import make_tiny_model
 
 
 class Engine:
@@ -101,6 +105,39 @@ def test_a_service_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> No
 def test_a_model_that_is_not_stored_is_not_copied(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound):
         lab(tmp_path, Engine()).seed(tmp_path / "home", "smollm2-135m")
+
+
+def test_a_stored_model_is_copied_with_what_its_links_lead_to_for_everybody_to_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_tiny_model(tmp_path, num_layers=1)
+    home, copy, elsewhere = tmp_path / "store", tmp_path / "copy.tar", tmp_path / "elsewhere"
+    blob = home / "blobs" / model.manifest.blobs[0].digest
+    content = blob.read_bytes()
+    blob.rename(elsewhere)
+    blob.symlink_to(elsewhere)
+    elsewhere.chmod(0o600)
+    if os.geteuid() == 0:
+        os.chown(elsewhere, 1234, 1234)
+    monkeypatch.setattr(compose, "compose_command", lambda: ["sh", "-c", f"cat > '{copy}'"])
+
+    lab(tmp_path, Engine()).seed(home, "tiny")
+
+    with tarfile.open(copy) as archive:
+        member = archive.getmember(f"blobs/{blob.name}")
+        assert "models/tiny" in archive.getnames()
+        copied = archive.extractfile(member)
+        assert copied is not None
+        assert copied.read() == content
+        assert (member.uid, member.gid, member.uname, member.mode & 0o044) == (0, 0, "", 0o044)
+
+
+def test_a_copy_that_fails_is_told_with_what_was_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_tiny_model(tmp_path, num_layers=1)
+    monkeypatch.setattr(compose, "compose_command", lambda: ["sh", "-c", "echo no room >&2; exit 1"])
+
+    with pytest.raises(LaunchFailed, match="no room"):
+        lab(tmp_path, Engine()).seed(tmp_path / "store", "tiny")
 
 
 def test_outside_of_a_checkout_there_is_no_lab(tmp_path: Path) -> None:

@@ -70,6 +70,21 @@ def test_what_parts_saw_is_one_run_of_the_plan() -> None:
     assert merged.result.duration_s == max(record.ended_at_s for record in merged.result.records)
 
 
+def test_a_harness_waits_until_all_are_to_begin() -> None:
+    start_at = time.time() + 0.2
+
+    run_part(Part(make_plan(planned(0, due_s=0.0)), QuickTarget), start_at)
+
+    assert time.time() >= start_at
+
+
+def test_the_busiest_harness_says_whether_harnesses_kept_up() -> None:
+    result = make_result(make_record(0))
+    outcomes = [Outcome(replace(result, cpu_share=share), Ending.COMPLETE) for share in (0.2, 0.9)]
+
+    assert merge(result.plan, outcomes).result.cpu_share == 0.9
+
+
 def test_a_run_of_which_one_part_was_cut_off_was_cut_off() -> None:
     result = make_result(make_record(0))
     outcomes = [Outcome(result, Ending.COMPLETE), Outcome(result, Ending.TIMEOUT)]

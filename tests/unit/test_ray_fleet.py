@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.desk import Desk, Wanted
 from launch.ray_fleet import Placed, RayDevices, reach_of
 from shoal.config import OrchestratorConfig
 from shoal.errors import ConfigError
@@ -53,3 +54,35 @@ def test_an_order_can_be_sent_as_json_with_the_text_of_a_file_in_it(tmp_path: Pa
     assert own["profile_text"] == path.read_text()
     assert (phone["profile"], phone["profile_text"]) == ("phone", "")
     assert phone["join"] == "127.0.0.1:50070"
+
+
+def test_what_is_wanted_at_the_desk_is_taken_up_and_told_there(tmp_path: Path) -> None:
+    devices = make_devices(tmp_path, "phone")
+    desk = Desk(tmp_path, 50_070)
+    desk.ask(Wanted(("phone", "phone"), {"phone-1": 2}))
+
+    assert devices.hear() == ["wanted are phone-1, phone-2"]
+
+    message = json.loads(json.dumps(devices.message(is_first=False)))
+    assert [device["generation"] for device in message["devices"]] == [2, 0]
+    assert desk.look() == Wanted(("phone", "phone"), {"phone-1": 2})
+
+
+def test_devices_that_cannot_be_are_told_and_those_there_are_stay(tmp_path: Path) -> None:
+    devices = make_devices(tmp_path, "phone")
+    Desk(tmp_path, 50_070).ask(Wanted(("phnoe",)))
+
+    (told,) = devices.hear()
+
+    assert told.startswith("devices stay as they are: there is no device profile 'phnoe'")
+    assert devices.worker_ids == ["phone-1"]
+
+
+def test_that_ray_is_back_is_told_only_where_it_was_lost(tmp_path: Path) -> None:
+    devices = make_devices(tmp_path, "phone")
+    assert devices.take({"connected": "head:6379"}) == ""
+
+    devices.is_lost = True
+
+    assert devices.take({"connected": "head:6379"}) == "Ray is back at head:6379"
+    assert not devices.is_lost

@@ -95,6 +95,20 @@ def test_a_fleet_that_is_idle_for_long_gives_one_back() -> None:
     assert decide(scaler, LATER + DOWN_S, count=2) == 1
 
 
+def test_one_that_still_has_a_queue_is_not_idle() -> None:
+    scaler = make_scaler()
+    decide(scaler, LATER, count=2, waiting=1)
+
+    assert decide(scaler, LATER + DOWN_S, count=2, waiting=1) == 2
+
+
+def test_no_fewer_stay_than_may() -> None:
+    scaler = make_scaler()
+    decide(scaler, LATER, count=1)
+
+    assert decide(scaler, LATER + DOWN_S, count=1) == 1
+
+
 def test_one_that_is_busy_without_a_queue_keeps_what_it_has() -> None:
     scaler = make_scaler()
     decide(scaler, LATER, count=2, running=2)
