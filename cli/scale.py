@@ -55,5 +55,6 @@ def _changing(server: str) -> Iterator[Change]:
     port = server.rpartition(":")[2]
     if not port.isdigit():
         raise ConfigError(f"{server!r} is no address; it must be HOST:PORT", field="server")
-    with Client(server, timeout_s=DRAIN_TIMEOUT_S) as client:
-        yield Change(client, Desk(default_home(), int(port)), lambda text: note(text, style=""))
+    desk = Desk(default_home(), int(port))
+    with desk.changing(), Client(server, timeout_s=DRAIN_TIMEOUT_S) as client:
+        yield Change(client, desk, lambda text: note(text, style=""))

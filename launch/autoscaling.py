@@ -7,6 +7,7 @@ launcher has others to look after. Called by `shoal up --autoscale`.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from shoal.status import FleetStatus
 
 LOOK_S = 2.0
 STATUS_TIMEOUT_S = 1.0
+STOP_S = 5.0
 
 
 class Autoscaler:
@@ -89,10 +91,15 @@ class Autoscaler:
         return [sys.executable, "-m", "cli.main", "scale", count, f"--server={self._address}"]
 
     def stop(self) -> None:
-        """End a change that is under way; what it has drained stays so until it is uncordoned."""
+        """End a change that is under way."""
         if self._changing is not None:
-            self._changing.terminate()
-            self._changing.communicate()
+            # As Ctrl-C would: it lets in again whom it has cordoned.
+            self._changing.send_signal(signal.SIGINT)
+            try:
+                self._changing.communicate(timeout=STOP_S)
+            except subprocess.TimeoutExpired:
+                self._changing.kill()
+                self._changing.communicate()
             self._changing = None
 
 

@@ -1,20 +1,24 @@
-"""Where a fleet's launcher and those who want other devices of it meet: two files in the folder of its logs.
+"""Where a fleet's launcher and those who want other devices of it meet: files in the folder of its logs.
 
-The launcher writes which devices it has; who wants others writes those, and the launcher takes that away. Each file is
-replaced whole. Knows nothing of what devices are. Used by `ray_fleet` and `changes`.
+The launcher writes which devices it has; who wants others writes those, and the launcher takes that away. Who cordons
+devices for a change writes them down until it has let them in again, so that somebody else can. Each file is replaced whole.
+Knows nothing of what devices are. Used by `ray_fleet` and `changes`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 
-from shoal.errors import ConfigError
+from modelstore.file_lock import exclusive_lock
+from shoal.errors import ConfigError, NotReady
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,8 @@ class Desk:
         self._port = port
         self._having = folder / "devices.json"
         self._wanting = folder / "wanted.json"
+        self._lock_path = folder / "changing.lock"
+        self._cordoned_path = folder / "cordoned.json"
 
     def tell(self, wanted: Wanted) -> None:
         """The launcher, which is this process, has these devices."""
@@ -69,6 +75,37 @@ class Desk:
                 field="server",
             )
         return wanted
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Be the only one who wants something: each says all that is to be there, and would undo what another one said.
+
+        Raises NotReady if somebody else changes the fleet, ConfigError as look() does.
+        """
+        self.look()
+        with exclusive_lock(self._lock_path, self._fail_as_changing):
+            yield
+
+    def _fail_as_changing(self) -> NoReturn:
+        raise NotReady(
+            "another `shoal scale` or `shoal roll` changes this fleet, or --autoscale does: wait for its end"
+        )
+
+    @property
+    def cordoned(self) -> tuple[str, ...]:
+        """Devices that a change has cordoned, or was about to, and has not let in again."""
+        try:
+            names = json.loads(self._cordoned_path.read_bytes())
+        except (OSError, ValueError):
+            return ()
+        return tuple(map(str, names)) if isinstance(names, list) else ()
+
+    @cordoned.setter
+    def cordoned(self, worker_ids: Iterable[str]) -> None:
+        if names := sorted(set(worker_ids)):
+            _write(self._cordoned_path, names)
+        else:
+            self._cordoned_path.unlink(missing_ok=True)
 
     def ask(self, wanted: Wanted) -> None:
         """Have the launcher have these devices."""

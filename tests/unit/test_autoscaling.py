@@ -15,6 +15,16 @@ from launch.desk import Desk, Wanted
 from launch.scaling import SETTLE_S, UP_S, Bounds
 from tests.support.commands import until
 
+UNDOING = """
+import time
+from pathlib import Path
+try:
+    Path({begun!r}).touch()
+    time.sleep(60)
+except KeyboardInterrupt:
+    Path({undone!r}).touch()
+"""
+
 
 class Office:
     """An autoscaler with a clock, a queue and a command of the test's own."""
@@ -99,3 +109,14 @@ def test_a_change_that_failed_is_told_with_its_error(make_office: Any) -> None:
     office.fill()
 
     assert until(office.scaler.step) == ["error: no room"]
+
+
+def test_a_change_that_is_under_way_at_the_end_may_undo_what_it_has_begun(make_office: Any, tmp_path: Path) -> None:
+    begun, undone = tmp_path / "begun", tmp_path / "undone"
+    office = make_office(UNDOING.format(begun=str(begun), undone=str(undone)))
+    office.fill()
+    until(begun.exists)
+
+    office.scaler.stop()
+
+    assert undone.exists()
