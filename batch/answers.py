@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,8 @@ class AnswerFile:
         except OSError as error:
             raise ConfigError(f"{self._path}: cannot be written: {error.strerror or error}", field="out") from error
         try:
+            if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+                raise ConfigError(f"{self._path}: is no regular file; give another --out", field="out")
             self._lock(self._file)
             self._read(self._file)
             # The file may be new, and its name is to be there after a power cut, too.
@@ -105,8 +108,10 @@ class AnswerFile:
         answers = list(answers)
         assert not any(answer["line"] in self.kept for answer in answers)
         try:
-            self._file.write(b"".join(_encode(answer) for answer in answers))
-            self._file.flush()
+            # Past any buffer: what a full disk has not taken must not be tried again when the file is closed.
+            rest = b"".join(_encode(answer) for answer in answers)
+            while rest:
+                rest = rest[os.write(self._file.fileno(), rest) :]
             os.fsync(self._file.fileno())
         except OSError as error:
             raise StorageFull(
@@ -114,17 +119,34 @@ class AnswerFile:
             ) from error
         self.kept.update((answer["line"], _kept(answer)) for answer in answers)
 
+    def drop_errors(self) -> int:
+        """Take out the answers that are errors, so that their lines are asked again; return how many there were."""
+        lines = self._lines()
+        kept = [raw for raw in lines if "error" not in json.loads(raw)]
+        if len(kept) < len(lines):
+            self._replace(kept)
+            # The lock was on the file that is no more.
+            self.__exit__(None, None, None)
+            self.kept.clear()
+            self.__enter__()
+        return len(lines) - len(kept)
+
     def sort(self) -> None:
-        """Put the lines in the order of the prompts: the file is the old one or the new one, whenever the process dies."""
-        assert self._file is not None
-        self._file.seek(0)
-        lines = list(self._file)
+        """Put the lines in the order of the prompts."""
+        lines = self._lines()
         ordered = sorted(lines, key=lambda raw: int(json.loads(raw)["line"]))
-        if ordered == lines:
-            return
+        if ordered != lines:
+            self._replace(ordered)
+
+    def _lines(self) -> list[bytes]:
+        with self._path.open("rb") as file:
+            return list(file)
+
+    def _replace(self, lines: list[bytes]) -> None:
+        """The file is the old one or the new one, whenever the process dies."""
         beside = self._path.with_name(self._path.name + ".sorting")
         with beside.open("wb") as file:
-            file.writelines(ordered)
+            file.writelines(lines)
             file.flush()
             os.fsync(file.fileno())
         beside.replace(self._path)

@@ -43,18 +43,24 @@ class Progress:
     elapsed_s: float
 
 
-def unanswered(lines: Iterable[Prompt | Refusal], file: AnswerFile) -> list[Prompt | Refusal]:
-    """The lines that the file has no answer to. Raises ConfigError if it has answers to other prompts."""
+def unanswered(
+    lines: Iterable[Prompt | Refusal], file: AnswerFile, *, is_error_kept: bool = True
+) -> list[Prompt | Refusal]:
+    """The lines that the file has no answer to. Raises ConfigError if it has answers to other prompts.
+
+    is_error_kept: whether an error is an answer; where it is none, its line may have changed.
+    """
     left = []
     known = set()
     for line in lines:
         known.add(line.line)
         kept = file.kept.get(line.line)
-        if kept is None:
+        if kept is None or (kept.is_error and not is_error_kept):
             left.append(line)
         elif kept.digest != line.digest:
+            again = ", or ask errors again with --retry-errors" if kept.is_error else ""
             raise ConfigError(
-                f"the answers are to other prompts: line {line.line} ({line.id}) has changed; give another --out",
+                f"the answers are to other prompts: line {line.line} ({line.id}) has changed; give another --out{again}",
                 field="out",
             )
     if stray := file.kept.keys() - known:

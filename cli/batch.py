@@ -6,8 +6,9 @@ Owns options and what is shown. What is asked, kept and asked again is decided i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,14 +16,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cli.ask import DEFAULT_SERVER, Server, Tenant
+from cli.on_ray import THIS_MACHINE, needing_ray
 from cli.terminal import following, note, say
 from shoal.types import QosClass
 
 if TYPE_CHECKING:
-    from batch.answers import AnswerFile
-    from batch.driver import Progress
+    from batch.driver import Ask, Batch, Progress
     from batch.prompts import Prompt, Refusal
-    from shoal.generation import Generation
 
 DEFAULT_MAX_TOKENS = 256
 # Several times what a small fleet computes at once, and fewer than may wait.
@@ -48,48 +48,90 @@ def batch(
     patience: Annotated[
         float, typer.Option(help="Give up when nobody has answered anything for so many seconds.", min=0.0)
     ] = DEFAULT_PATIENCE_S,
+    retry_errors: Annotated[
+        bool, typer.Option("--retry-errors", help="Ask again what was answered with an error by an earlier run.")
+    ] = False,
+    ray: Annotated[
+        int, typer.Option("--ray", help="Ask from so many helpers on a Ray cluster; 0: from here.", min=0, max=1024)
+    ] = 0,
+    ray_address: Annotated[
+        str, typer.Option(help="With --ray: the cluster's head, HOST:PORT; auto: of this machine.")
+    ] = THIS_MACHINE,
 ) -> None:
     """Answer a file of prompts in the background of others (class throughput)."""
-    from batch.answers import AnswerFile
-    from batch.driver import unanswered
     from batch.prompts import read_prompts
 
     defaults: dict[str, Any] = {"max_tokens": max_tokens, "qos_class": QosClass.THROUGHPUT}
     defaults |= {name: value for name, value in (("model", model), ("tenant", tenant)) if value}
     # Read first: a wrong path makes no file of answers.
     lines = list(read_prompts(prompts))
-    with AnswerFile(out) as file:
-        left = unanswered(lines, file)
-        if file.num_repaired:
-            note(f"{out}: the last line was cut off in the middle, and its prompt is asked again")
-        if file.kept:
-            note(f"{out}: {len(file.kept)} of {len(lines)} are answered already")
-        progress = asyncio.run(_run(server, defaults, left, file, concurrency, patience))
-        file.sort()
+    how = _How(server, defaults, ray, ray_address, concurrency, patience)
+    progress = _answer(lines, out, how, retry_errors=retry_errors)
     _report(out, progress)
     raise typer.Exit(1 if progress.num_failed else 0)
 
 
-async def _run(
-    server: str,
-    defaults: dict[str, Any],
-    left: list[Prompt | Refusal],
-    file: AnswerFile,
-    concurrency: int,
-    patience_s: float,
-) -> Progress:
-    from batch.driver import Batch
-    from shoal.client import AsyncClient
+@dataclass(frozen=True, slots=True)
+class _How:
+    """Whom to ask, from where, and how many prompts at once. num_helpers, 0: from here."""
 
-    async with AsyncClient(server) as client:
+    server: str
+    defaults: dict[str, Any]
+    num_helpers: int
+    ray_address: str
+    concurrency: int
+    patience_s: float
 
-        async def ask(prompt: Prompt) -> Generation:
-            return await client.generate(prompt.text, messages=prompt.messages, **{**defaults, **prompt.options})
 
-        with _progress() as show:
-            run = Batch(left, file, ask, concurrency=concurrency, patience_s=patience_s, on_progress=show)
-            await run.run()
-            return run.progress()
+def _answer(lines: Sequence[Prompt | Refusal], out: Path, how: _How, *, retry_errors: bool) -> Progress:
+    """Have those lines answered that the file has no answer to."""
+    from batch.answers import AnswerFile
+    from batch.driver import Batch, unanswered
+
+    with AnswerFile(out) as file:
+        left = unanswered(lines, file, is_error_kept=not retry_errors)
+        if retry_errors and (num_dropped := file.drop_errors()):
+            note(f"{out}: {num_dropped} answers are errors, and are asked again")
+        if file.num_repaired:
+            note(f"{out}: the last line was cut off in the middle, and its prompt is asked again")
+        if file.kept:
+            note(f"{out}: {len(file.kept)} of {len(lines)} are answered already")
+        with _helpers(how) as ask, _progress() as show:
+            make = partial(Batch, left, file, concurrency=how.concurrency, patience_s=how.patience_s, on_progress=show)
+            progress = asyncio.run(_run_here(make, how) if ask is None else _run(make, ask))
+        file.sort()
+    return progress
+
+
+async def _run_here(make: Callable[[Ask], Batch], how: _How) -> Progress:
+    from batch.asking import Asker
+
+    asker = Asker(how.server, how.defaults)
+    try:
+        return await _run(make, asker.ask)
+    finally:
+        await asker.close()
+
+
+async def _run(make: Callable[[Ask], Batch], ask: Ask) -> Progress:
+    batch = make(ask)
+    await batch.run()
+    return batch.progress()
+
+
+@contextmanager
+def _helpers(how: _How) -> Iterator[Ask | None]:
+    """What asks one prompt from elsewhere; None: nobody is to."""
+    if not how.num_helpers:
+        yield None
+        return
+    from batch.asking import asking
+
+    with needing_ray():
+        from launch.ray_cluster import Helpers
+    make = partial(asking, how.server, how.defaults)
+    with Helpers(how.ray_address, make, how.num_helpers) as helpers:
+        yield helpers.do
 
 
 @contextmanager

@@ -19,12 +19,22 @@ from shoal.errors import ConfigError
 
 if TYPE_CHECKING:
     from launch.autoscaling import Autoscaler
+    from launch.desk import Desk
     from launch.local import LocalFleet
     from launch.ray_fleet import RayDevices
 
 
 # The address of whichever cluster runs here.
 THIS_MACHINE = "auto"
+
+
+@contextmanager
+def needing_ray() -> Iterator[None]:
+    """A block that imports what needs Ray. Raises ConfigError where that is not installed."""
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(f"Ray is not there ({error}); install it with: pip install 'shoal[ray]'") from None
 
 
 class On(Enum):
@@ -59,8 +69,9 @@ class RayChoice:
 class Elsewhere:
     """The devices of a fleet that are on Ray's nodes."""
 
-    def __init__(self, fleet: LocalFleet, devices: RayDevices, scaler: Autoscaler | None) -> None:
+    def __init__(self, fleet: LocalFleet, devices: RayDevices, desk: Desk, scaler: Autoscaler | None) -> None:
         self._fleet = fleet
+        self._desk = desk
         self._devices = devices
         self._scaler = scaler
 
@@ -77,7 +88,11 @@ class Elsewhere:
 
     def step(self) -> None:
         """As hear(), and have more of them or fewer; for when the fleet serves."""
+        from launch.changes import let_in_after_others
+
         self.hear()
+        for worker_id in let_in_after_others(self._fleet.address, self._desk):
+            note(f"{worker_id} was left cordoned by a change that was cut short; it is given layers again")
         for line in () if self._scaler is None else self._scaler.step():
             note(line)
 
@@ -102,18 +117,19 @@ def devices_of(
         node_map=load_map(choice.map_path),
         redis_url=fleet.redis_url,
     )
-    home, port = fleet.config.home, fleet.config.port
-    scaler = None if bounds is None else Autoscaler(fleet.address, home, Desk(home, port), bounds)
-    return _running(fleet, devices, scaler)
+    home = fleet.config.home
+    desk = Desk(home, fleet.config.port)
+    scaler = None if bounds is None else Autoscaler(fleet.address, home, desk, bounds)
+    return _running(fleet, devices, desk, scaler)
 
 
 @contextmanager
-def _running(fleet: LocalFleet, devices: RayDevices, scaler: Autoscaler | None) -> Iterator[Elsewhere]:
+def _running(fleet: LocalFleet, devices: RayDevices, desk: Desk, scaler: Autoscaler | None) -> Iterator[Elsewhere]:
     from launch.detached import LINGER_S
 
     with devices:
         try:
-            yield Elsewhere(fleet, devices, scaler)
+            yield Elsewhere(fleet, devices, desk, scaler)
         finally:
             if scaler is not None:
                 scaler.stop()
@@ -140,8 +156,6 @@ def choice_of(on: On, address: str, ray_map: Path | None, autoscale: str, kv_tra
 
 def ray_dispatcher(address: RayAddress = THIS_MACHINE) -> None:
     """Place workers on the nodes of a Ray cluster as standard input says."""
-    try:
+    with needing_ray():
         from launch.ray_cluster import run
-    except ImportError as error:
-        raise ConfigError(f"Ray is not there ({error}); install it with: pip install 'shoal[ray]'") from None
     raise typer.Exit(run(address))

@@ -1,22 +1,20 @@
 """Places workers on the nodes of a Ray cluster: an actor each, which keeps one worker process running there.
 
-The only importer of ray. Runs as a process of its own (`ray_fleet` starts it), because Ray ends processes that have lost its
-head; orders come by standard input and news go out by standard output, a JSON object a line. Workers are detached from
-all this and meet the orchestrator by gRPC: no token passes here, and none waits for it.
+The only importer of ray, hence also what spreads other work over a cluster. For a fleet it runs as a process of its own
+(`ray_fleet` starts it), because Ray ends processes that have lost its head. Workers are detached from all this and meet the
+orchestrator by gRPC: no token passes here, and none waits for it.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import select
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Self, TypeVar
 
 # Ray reads both when it is imported. A fleet reports to nobody.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -29,10 +27,11 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from launch.backoff import Backoff
 from launch.detached import Keeper, Tended, WorkerOrder
 from launch.ray_nodes import NodeWish
+from launch.ray_orders import News, Orders, Wish, order_for, parse
 from shoal.client import Client
-from shoal.errors import LaunchFailed, ShoalError
+from shoal.errors import ConnectionFailed, LaunchFailed, ShoalError
 
-START_HINT = "start one with `ray start --head`, or give --address HOST:PORT"
+START_HINT = "start one with `ray start --head`, or give the address of its head, HOST:PORT"
 CONNECT_S = 5.0
 POLL_S = 0.25
 # A node that is free takes an actor within seconds; what takes longer has nowhere to go.
@@ -41,6 +40,10 @@ STATUS_TIMEOUT_S = 1.0
 STOP_S = 8.0
 # For actors on nodes that have run nothing yet.
 HANDS_UP_S = 60.0
+# Of one helper: as many as anybody asks for.
+AT_ONCE = 4096
+# Of nodes that die under a task.
+TASK_RETRIES = 3
 # Of a node's id: enough to find it in Ray's lists.
 NODE_CHARS = 8
 
@@ -72,31 +75,6 @@ class Supervisor:
     def stop(self, timeout_s: float) -> None:
         if self._keeper is not None:
             self._keeper.stop(timeout_s)
-
-
-def order_for(order: WorkerOrder, node_ip: str, own_ip: str, reach: str) -> WorkerOrder:
-    """The order as it holds on a node: here as it is; elsewhere with the orchestrator's outer address and its own home.
-
-    reach: that address, "" where the orchestrator listens to this machine alone. Raises LaunchFailed in that case.
-    """
-    if node_ip == own_ip:
-        return order
-    if not reach:
-        raise LaunchFailed(
-            f"node {node_ip} cannot reach the orchestrator at {order.join}: start it with --host 0.0.0.0"
-        )
-    # A socket file is for this machine alone.
-    redis_url = "" if order.redis_url.startswith("unix:") else order.redis_url
-    return replace(order, join=reach, home="", host=node_ip, redis_url=redis_url)
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """A device that is wanted: its worker, and what it asks of its node."""
-
-    order: WorkerOrder
-    node: NodeWish
-    generation: int = 0
 
 
 @dataclass(slots=True)
@@ -237,16 +215,16 @@ class Dispatcher:
 
 def run(address: str) -> int:
     """Be the dispatcher of the cluster at an address until standard input ends; returns the exit code."""
-    news = _News()
+    news = News()
     _connect(address)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     dispatcher = Dispatcher(news.say, attached_workers)
     news.write({"connected": ray.get_runtime_context().gcs_address})
-    orders = _Orders()
+    orders = Orders()
     try:
         while orders.is_open:
             for message in orders.read():
-                dispatcher.want(**_parse(message))
+                dispatcher.want(**parse(message))
             dispatcher.step()
     except KeyboardInterrupt:
         pass
@@ -276,6 +254,112 @@ def spread(address: str, work: Callable[[Part, float], Result], parts: Sequence[
         raise LaunchFailed(f"Ray has lost a part of the work: {_first_line(error)}") from error
     finally:
         ray.shutdown()
+
+
+def each(
+    address: str, work: Callable[[Part], Result], parts: Sequence[Part], num_at_once: int
+) -> Generator[tuple[int, Result | LaunchFailed]]:
+    """Do each part of some work as a task, on as many nodes as there are; yield its place and its result as they come.
+
+    LaunchFailed is the result of a part whose work raised something; one whose node was lost is done again. work: a function
+    of an importable module. Raises LaunchFailed where there is no cluster, or no processor is free. Ends what is under way
+    when it is closed.
+    """
+    _connect(address)
+    left, under_way = iter(enumerate(parts)), dict[Any, int]()
+    try:
+        _check_free()
+        task = ray.remote(work).options(num_cpus=1, scheduling_strategy="SPREAD", max_retries=TASK_RETRIES)
+        while True:
+            while len(under_way) < num_at_once and (following := next(left, None)) is not None:
+                index, part = following
+                under_way[task.remote(part)] = index
+            if not under_way:
+                return
+            for doing in ray.wait(list(under_way))[0]:
+                yield under_way.pop(doing), _done(doing)
+    finally:
+        for doing in under_way:
+            ray.cancel(doing, force=True)
+        ray.shutdown()
+
+
+def _check_free() -> None:
+    """Raise LaunchFailed if a task would wait: for ever, as far as can be told."""
+    there, free = (
+        resources.get("CPU", 0.0)
+        for resources in (ray.cluster_resources(), ray.available_resources())  # type: ignore[no-untyped-call]
+    )
+    if free < 1.0:
+        raise LaunchFailed(
+            f"of the Ray cluster's {there:g} processors {free:g} are free, and each part of the work takes one: add a node, "
+            "or wait until others have ended"
+        )
+
+
+def _done(doing: Any) -> Any:
+    try:
+        return ray.get(doing)
+    except RayError as error:
+        return LaunchFailed(f"Ray has not done it: {_last_line(error) or _first_line(error)}")
+
+
+class Helpers(Generic[Part, Result]):
+    """So many actors that all do the same, each many parts at once; within the block.
+
+    make: of an importable module; gives, where the actor is, the coroutine function that does a part. What an actor did when
+    it was lost is not done, and another one takes its place.
+    """
+
+    def __init__(self, address: str, make: Callable[[], Callable[[Part], Awaitable[Result]]], number: int) -> None:
+        self._address = address
+        self._make = make
+        self._number = number
+        self._actors: list[Any] = []
+        self._num_doing = [0] * number
+
+    def __enter__(self) -> Self:
+        """Raise LaunchFailed where there is no cluster."""
+        _connect(self._address)
+        self._actors = [self._start() for _ in range(self._number)]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        ray.shutdown()
+
+    def _start(self) -> Any:
+        options = {"num_cpus": 0, "scheduling_strategy": "SPREAD", "max_restarts": 0, "max_concurrency": AT_ONCE}
+        return ray.remote(_Helper).options(**options).remote(self._make)
+
+    async def do(self, part: Part) -> Result:
+        """Have a part done by who has least to do. Raises what doing it raises; ConnectionFailed if the actor is lost."""
+        place = min(range(self._number), key=self._num_doing.__getitem__)
+        actor = self._actors[place]
+        self._num_doing[place] += 1
+        try:
+            result: Result | ShoalError = await actor.do.remote(part)
+        except RayError as error:
+            if self._actors[place] is actor:
+                self._actors[place] = self._start()
+            raise ConnectionFailed(f"Ray has lost a helper: {_first_line(error)}") from error
+        finally:
+            self._num_doing[place] -= 1
+        if isinstance(result, ShoalError):
+            raise result
+        return result
+
+
+class _Helper:
+    """An actor with an event loop."""
+
+    def __init__(self, make: Callable[[], Callable[[Any], Awaitable[Any]]]) -> None:
+        self._do = make()
+
+    async def do(self, part: Any) -> Any:
+        try:
+            return await self._do(part)
+        except ShoalError as error:
+            return error
 
 
 class _Hand:
@@ -317,46 +401,13 @@ def attached_workers(address: str) -> frozenset[str] | None:
         return None
 
 
-def _parse(message: Mapping[str, Any]) -> dict[str, Any]:
-    devices = [
-        Wish(WorkerOrder(**device["order"]), NodeWish(**device["wish"]), device["generation"])
-        for device in message["devices"]
-    ]
-    return {"devices": devices, **{name: message[name] for name in ("port", "reach", "is_first")}}
-
-
-class _News:
-    """Our standard output; whatever else is printed goes to the log, so that lines stay whole."""
-
-    def __init__(self) -> None:
-        self._out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-        os.dup2(2, 1)
-
-    def say(self, worker_id: str, pid: int, node: str, news: str) -> None:
-        self.write({"worker_id": worker_id, "pid": pid, "node": node, "news": news})
-
-    def write(self, message: Mapping[str, object]) -> None:
-        print(json.dumps(message), file=self._out, flush=True)
-
-
-class _Orders:
-    """Our standard input, line by line, without waiting."""
-
-    def __init__(self) -> None:
-        self.is_open = True
-        self._rest = b""
-
-    def read(self) -> list[dict[str, Any]]:
-        while self.is_open and select.select([0], [], [], 0.0)[0]:
-            chunk = os.read(0, 65536)
-            self.is_open = bool(chunk)
-            self._rest += chunk
-        *lines, self._rest = self._rest.split(b"\n")
-        return [json.loads(line) for line in lines]
-
-
 def _node_ip() -> str:
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+
+
+def _last_line(error: Exception) -> str:
+    """What was raised, of a traceback of the other side."""
+    return str(error).strip().rpartition("\n")[2]
 
 
 def _first_line(error: Exception) -> str:

@@ -35,6 +35,10 @@ class InvalidRequest(ShoalError):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}", field=field)
 
+    def __reduce__(self) -> tuple[type[InvalidRequest], tuple[str, str]]:
+        # An exception that is sent is made again of its arguments, which are not those of its base.
+        return type(self), (self.field, self.message.removeprefix(f"{self.field}: "))
+
 
 class ContextExceeded(ShoalError):
     """A prompt is longer than the context or than all KV room; waiting would not help."""
@@ -69,6 +73,12 @@ class PullFailed(ShoalError):
 
     reason = "PULL_FAILED"
     is_retryable = True
+
+
+class LicenseNotAccepted(ShoalError):
+    """A model has terms that somebody must accept first; the message says which, and how."""
+
+    reason = "LICENSE_NOT_ACCEPTED"
 
 
 class StorageFull(ShoalError):
@@ -191,6 +201,7 @@ STATUS_OF_REASON = {
     BadModelFile.reason: "INVALID_ARGUMENT",
     CorruptBlob.reason: "DATA_LOSS",
     PullFailed.reason: "UNAVAILABLE",
+    LicenseNotAccepted.reason: "FAILED_PRECONDITION",
     StorageFull.reason: "RESOURCE_EXHAUSTED",
     PlacementImpossible.reason: "FAILED_PRECONDITION",
     ShardDoesNotFit.reason: "FAILED_PRECONDITION",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
 
 from batch.answers import AnswerFile
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, StorageFull
 
 
 def answer(line: int, text: str = "Hi") -> dict[str, object]:
@@ -97,4 +98,47 @@ def test_a_line_that_is_there_twice_is_told(tmp_path: Path) -> None:
 def test_a_second_batch_on_the_same_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     with AnswerFile(path), pytest.raises(ConfigError, match="another batch writes to it"), AnswerFile(path):
+        pass
+
+
+def failed(line: int) -> dict[str, object]:
+    return {"line": line, "id": f"line-{line}", "error": {"reason": "INTERNAL"}, "prompt_digest": "d"}
+
+
+def test_errors_that_are_dropped_are_no_answers_any_more_and_the_file_is_still_locked(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    with AnswerFile(path) as file:
+        file.append([answer(1), failed(2), answer(3), failed(4)])
+
+    with AnswerFile(path) as file:
+        assert file.drop_errors() == 2
+        assert file.kept.keys() == {1, 3}
+        with pytest.raises(ConfigError, match="another batch writes to it"), AnswerFile(path):
+            pass
+        file.append([answer(2)])
+        assert file.drop_errors() == 0
+
+    assert lines_of(path) == [1, 3, 2]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["answers.jsonl"]
+
+
+def test_a_full_disk_is_told_and_what_was_kept_before_is_gone_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    written(path, 1, 2)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, limits[1]))
+    try:
+        with pytest.raises(StorageFull, match="start the batch again to go on"), AnswerFile(path) as file:
+            file.append([answer(3), answer(4)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    with AnswerFile(path) as file:
+        assert (set(file.kept), file.num_repaired > 0) == ({1, 2}, True)
+        file.append([answer(3)])
+    assert lines_of(path) == [1, 2, 3]
+
+
+def test_what_is_no_file_is_not_written_to(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="/dev/full: is no regular file"), AnswerFile(Path("/dev/full")):
         pass

@@ -224,3 +224,25 @@ async def test_answers_to_other_prompts_are_not_gone_on_with(file: AnswerFile, p
 
     with pytest.raises(ConfigError, match="answers are to other prompts"):
         unanswered(prompts, file)
+
+
+def test_an_error_is_asked_again_where_that_is_wanted_also_if_its_line_was_mended_since(file: AnswerFile) -> None:
+    error = {"reason": "INVALID_REQUEST"}
+    file.append(
+        [
+            {"line": 1, "id": "line-1", "error": error, "prompt_digest": "before"},
+            {"line": 2, "id": "line-2", "text": "Hi", "prompt_digest": "d"},
+        ]
+    )
+    lines = [make_prompt(1, "after"), make_prompt(2)]
+
+    with pytest.raises(ConfigError, match=r"line 1 \(line-1\) has changed; .* --retry-errors"):
+        unanswered(lines, file)
+    assert unanswered(lines, file, is_error_kept=False) == lines[:1]
+
+
+def test_other_answers_are_refused_also_where_errors_are_asked_again(file: AnswerFile) -> None:
+    file.append([{"line": 1, "id": "line-1", "text": "Hi", "prompt_digest": "other"}])
+
+    with pytest.raises(ConfigError, match="the answers are to other prompts"):
+        unanswered([make_prompt(1)], file, is_error_kept=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from cli.on_ray import On, RayChoice, choice_of, devices_of
 from launch.local import LocalFleet
 from shoal.config import OrchestratorConfig
 from shoal.errors import ConfigError
+from tests.unit.conftest import Run
 
 
 def test_a_fleet_of_this_machine_has_nothing_of_ray() -> None:
@@ -55,3 +57,24 @@ def test_what_cannot_be_is_refused_before_anything_is_fetched_or_started(
         devices_of(choice, fleet, [name])
 
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["ray-dispatcher"],
+        ["batch", "prompts.jsonl", "--out", "answers.jsonl", "--ray", "2"],
+        ["load", "server", "--requests", "1", "--rate", "1", "--ray", "2"],
+    ],
+)
+def test_without_ray_whoever_needs_it_says_how_to_install_it(
+    run: Run, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Hi"}\n')
+    monkeypatch.setitem(sys.modules, "launch.ray_cluster", None)
+
+    ended = run(*command)
+
+    assert ended.code == 1
+    assert "pip install 'shoal[ray]'" in ended.err
