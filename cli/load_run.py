@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from cli.load_report import Files, check_files, finish
+from cli.on_ray import needing_ray
 from cli.terminal import following, note, waiting
 from shoal.errors import ConfigError
 from shoal.types import QosClass
@@ -96,10 +97,8 @@ def _run_on_ray(settings: Settings, plan: Plan, slos: Slos) -> Outcome:
 
     make_target = partial(_make_target, settings, _key())
     parts = [Part(part, make_target, dict(slos), settings.timeout_s) for part in split(plan, settings.num_harnesses)]
-    try:
+    with needing_ray():
         from launch.ray_cluster import spread
-    except ImportError as error:
-        raise ConfigError(f"Ray is not there ({error}); install it with: pip install 'shoal[ray]'") from None
     with waiting(f"{plan.description}, from {len(parts)} harnesses on Ray"):
         outcomes = spread(settings.ray_address, run_part, parts, START_LEAD_S)
     return merge(plan, outcomes, _command())

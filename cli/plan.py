@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from cli.ask import DEFAULT_SERVER, Server
 from cli.models import open_store
 from cli.simulate import (
-    STREAMS_A_DEVICE,
     ChurnRate,
     Fleet,
     Plot,
@@ -23,8 +23,10 @@ from cli.simulate import (
     synthetic_fleets,
 )
 from cli.simulate import simulate as play
+from cli.sweep import Sweep, SweepOptions, axes_of, digest_of, run_sweep, sweep_options, with_sweep
 from cli.terminal import format_bytes, say, write_json
 from shoal.errors import ConfigError, ModelNotFound
+from simulation.grid import DEFAULT_STREAMS, PLUS, STREAMS_A_DEVICE, Cell
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -41,7 +43,6 @@ TIMEOUT_S = 10.0
 LAYER_CELLS = 30
 MEMORY_CELLS = 16
 MODEL = "smollm2-135m"
-DEFAULT_STREAMS = 16
 DEFAULT_PROMPT = 256
 
 Devices = Annotated[
@@ -82,6 +83,7 @@ Replicas = Annotated[
 ]
 
 
+@with_sweep
 def plan(
     devices: Devices = "",
     profiles: Profiles = None,
@@ -101,34 +103,39 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     home: Home = None,
     server: Server = DEFAULT_SERVER,
+    **values: Any,
 ) -> None:
     """Plan who holds which layers: of devices that run, or of some that you think of; and how that would do under load."""
-    from orchestrator.core.demand import Demand
-    from shoal.types import Objective
-
-    asked = SimulationOptions(fleet, rate, seconds, churn, seed, plot)
+    asked, swept = SimulationOptions(fleet, rate, seconds, churn, seed, plot), sweep_options(**values)
+    subjects = Subjects(devices, profiles, model, home, server)
+    cell = Cell(
+        fleet, "", objective, streams or 0, replicas, context, prompt or 0, rate, churn, seconds, seed, simulate
+    )
+    if swept.words:
+        _sweep(cell, swept, subjects, plot, is_json=json)
+        return
+    swept.check_unused()
     if not simulate:
         asked.check_unused()
-    demand = Demand(
-        num_streams=streams or (STREAMS_A_DEVICE * fleet or DEFAULT_STREAMS),
-        context_tokens=context,
-        objective=Objective(objective),
-        replicas=(0 if fleet else 1) if replicas is None else replicas,
-        is_promised=context > 0,
-        is_shared=True,
-        prompt_tokens=prompt or DEFAULT_PROMPT,
-    )
-    if fleet:
-        _check_one_way(devices, profiles, is_synthetic=True)
-        manifest = _allowing(open_store(home).open(model or MODEL), context, prompt)
-        play(manifest, *synthetic_fleets(manifest, asked), demand, asked, is_json=json)
+    _plan_one(cell, subjects, asked, is_json=json)
+
+
+def _plan_one(cell: Cell, subjects: Subjects, options: SimulationOptions, *, is_json: bool) -> None:
+    """Plan, or play what is planned. cell: of prompt and streams 0 for nothing said."""
+    from simulation.sweep import demand_of
+
+    prompt, demand = cell.prompt or None, demand_of(replace(cell, prompt=cell.prompt or DEFAULT_PROMPT))
+    if cell.fleet:
+        _check_one_way(subjects.devices, subjects.profiles, is_synthetic=True)
+        manifest = _allowing(open_store(subjects.home).open(subjects.model or MODEL), cell.context, prompt)
+        play(manifest, *synthetic_fleets(manifest, options), demand, options, is_json=is_json)
         return
-    manifest, figures, source = _subject(devices, profiles, model, home, server)
-    _allowing(manifest, context, prompt)
-    if simulate:
-        play(manifest, [figures], source, demand, asked, is_json=json)
+    manifest, figures, source = _subject(subjects)
+    _allowing(manifest, cell.context, prompt)
+    if cell.is_played:
+        play(manifest, [figures], source, demand, options, is_json=is_json)
         return
-    _plan(manifest, figures, source, demand, is_json=json)
+    _plan(manifest, figures, source, demand, is_json=is_json)
 
 
 def _plan(manifest: Manifest, fleet: FleetFigures, source: str, demand: Demand, *, is_json: bool) -> None:
@@ -164,18 +171,27 @@ def _check_one_way(devices: str, profiles: Path | None, *, is_synthetic: bool = 
         raise ConfigError("devices, profiles and fleet are ways to say the same: give one of them", field="devices")
 
 
-def _subject(
-    devices: str, profiles: Path | None, model: str, home: Path | None, server: str
-) -> tuple[Manifest, FleetFigures, str]:
+@dataclass(frozen=True, slots=True)
+class Subjects:
+    """Which devices and which model, as given."""
+
+    devices: str
+    profiles: Path | None
+    model: str
+    home: Path | None
+    server: str
+
+
+def _subject(asked: Subjects) -> tuple[Manifest, FleetFigures, str]:
     """The model, the figures of the devices, and where these are from."""
     from orchestrator.shards import footprint
     from orchestrator.what_if import fleet_of_messages, fleet_of_profiles
 
-    _check_one_way(devices, profiles)
-    store = open_store(home)
-    if devices or profiles:
+    _check_one_way(asked.devices, asked.profiles)
+    store, model, server = open_store(asked.home), asked.model, asked.server
+    if asked.devices or asked.profiles:
         manifest = store.open(model or MODEL)
-        named = _named_profiles(devices.split(",") if devices else _files(profiles))
+        named = _named_profiles(asked.devices.split(",") if asked.devices else _files(asked.profiles))
         count = "1 device" if len(named) == 1 else f"{len(named)} devices"
         return manifest, fleet_of_profiles(footprint(manifest), named), f"{count} as declared"
     from shoal.client import Client
@@ -186,6 +202,33 @@ def _subject(
         raise ModelNotFound(f"the fleet at {server} serves {served}, and has times for that alone: leave out --model")
     fleet = fleet_of_messages(reported.devices)
     return store.open(served), fleet, f"the fleet at {server}"
+
+
+def _sweep(base: Cell, options: SweepOptions, asked: Subjects, plot: Path | None, *, is_json: bool) -> None:
+    """Plan for each cell of a grid; base: what holds where the grid says nothing, of prompt and streams 0 for nothing."""
+    from launch.profiles import load_profile
+    from orchestrator.shards import footprint
+    from orchestrator.what_if import fleet_of_profiles
+    from simulation.sweep import Subject
+    from simulation.synthetic import KIND_SHARES
+
+    axes, cells = axes_of(options, base, plot)
+    _check_one_way(asked.devices, asked.profiles, is_synthetic=any(cell.fleet for cell in cells))
+    given: dict[str, FleetFigures] = {}
+    if all(cell.fleet or cell.devices for cell in cells):
+        manifest = open_store(asked.home).open(asked.model or MODEL)
+    else:
+        manifest, given[""], _ = _subject(asked)
+    model = footprint(manifest)
+    for text in {cell.devices for cell in cells if cell.devices}:
+        given[text] = fleet_of_profiles(model, _named_profiles(text.split(PLUS)))
+    for cell in cells:
+        _allowing(manifest, cell.context, cell.prompt or None)
+    cells = tuple(replace(cell, prompt=cell.prompt or DEFAULT_PROMPT) for cell in cells)
+    profiles = {kind: load_profile(kind) for kind in KIND_SHARES}
+    subject = Subject(model, manifest.config.attention_tokens, profiles, given)
+    sweep = Sweep(manifest.name, digest_of(manifest.digest, subject), axes, cells)
+    run_sweep(sweep, subject, options, plot, is_json=is_json)
 
 
 def _files(folder: Path | None) -> list[str]:

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from loadtest import tables
@@ -125,12 +125,12 @@ def to_jsonable(report: Report, *, with_records: bool = False) -> dict[str, Any]
 
 
 def write_report(path: Path, report: Report, *, with_records: bool = False) -> None:
-    _write(path, json.dumps(to_jsonable(report, with_records=with_records), indent=1, allow_nan=False) + "\n")
+    write_whole(path, json.dumps(to_jsonable(report, with_records=with_records), indent=1, allow_nan=False) + "\n")
 
 
 def write_html(path: Path, report: Report) -> None:
     """Raises ConfigError if matplotlib is not installed."""
-    _write(path, to_html(report))
+    write_whole(path, to_html(report))
 
 
 def can_draw() -> bool:
@@ -144,18 +144,10 @@ def to_html(report: Report) -> str:
         raise ConfigError(NEEDS_MATPLOTLIB)
     from loadtest import plots
 
-    environment = Environment(
-        loader=PackageLoader("loadtest"),
-        # What servers and users say is text, never markup.
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     result, statistics = report.result, report.statistics
     pictures = plots.draw_run(result) if result.records else []
     groups = [statistics.overall, *statistics.by_class]
-    return environment.get_template("report.html").render(
+    return page_template("loadtest", "report.html").render(
         report=report,
         date=report.created_at.strftime("%Y-%m-%d %H:%M %Z"),
         result=result,
@@ -174,6 +166,14 @@ def to_html(report: Report) -> str:
         ramp_picture=_shown(plots.draw_ramp(report.ramp, report.good_share)) if report.ramp else None,
         tiles=_tiles(report),
     )
+
+
+def page_template(package: str, name: str) -> Template:
+    """One of a package's templates. What servers and users say is text in it, never markup."""
+    environment = Environment(
+        loader=PackageLoader(package), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.get_template(name)
 
 
 def _shown(picture: Picture) -> tuple[Markup, str]:
@@ -260,7 +260,7 @@ def check_writable(path: Path) -> None:
         raise ConfigError(f"{path} cannot be written: {problem}")
 
 
-def _write(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Write a file at once: whoever reads it finds the old one or the whole new one."""
     if not _is_replaced(path):
         path.write_text(text, encoding="utf-8")

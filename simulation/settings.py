@@ -6,7 +6,7 @@ Values alone; times in seconds, lengths in tokens. Made by the command line and 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from random import Random
 
@@ -15,6 +15,7 @@ from orchestrator.core.figures import DeviceFigures
 from orchestrator.core.footprint import ModelFootprint
 from orchestrator.core.limits import SchedulerLimits
 from orchestrator.core.placement import Placement
+from orchestrator.core.predictions import Prediction
 from orchestrator.core.qos import default_targets
 from orchestrator.core.sequence import QosTargets
 from shoal.config import OrchestratorConfig
@@ -25,6 +26,11 @@ _DEFAULTS = OrchestratorConfig()
 # Of a run, that is not counted: queues and the schedulers' idea of how long steps take come into being.
 WARM_SHARE = 0.2
 MAX_WARM_S = 15.0
+# What a run takes where nobody says how long: as many steps as are played in some seconds, within these bounds.
+DEFAULT_STEPS = 30_000
+MIN_SECONDS, MAX_SECONDS = 15.0, 120.0
+# Devices that leave at their rates do so rarely.
+MIN_CHURN_SECONDS = 60.0
 # Each takes tenths of a millisecond and some memory, even one that is refused.
 MAX_REQUESTS = 1_000_000
 
@@ -32,6 +38,13 @@ MAX_REQUESTS = 1_000_000
 def targets_of(qos: QosClass) -> QosTargets:
     """What a request of a class is to get, as an orchestrator has it by default."""
     return default_targets(qos, QosTargets(_DEFAULTS.ttft_ms / 1e3, _DEFAULTS.inter_token_ms / 1e3))
+
+
+def some_seconds(predictions: Iterable[Prediction], churn_per_hour: float) -> float:
+    """How long to play pipelines where nobody says so."""
+    steps_per_s = sum(one.tokens_per_s / one.rows for one in predictions)
+    least = MIN_CHURN_SECONDS if churn_per_hour else MIN_SECONDS
+    return round(min(max(DEFAULT_STEPS / steps_per_s, least), MAX_SECONDS))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
+from launch.changes import let_in_after_others
+from launch.desk import Desk
 from launch.local import LocalFleet
 from launch.profiles import to_toml
 from launch.ray_fleet import RayDevices
@@ -44,6 +46,7 @@ QUICK = {
 }
 NODE_CHARS = 8
 STORE_BYTES = 80 * 2**20
+NUM_PROMPTS = 24
 PROMPT, NUM_TOKENS = "Fish swim in shoals because", 48
 MAP = """
 [phone]
@@ -111,9 +114,9 @@ class Running:
         self.hear()
         return self.devices.placed[worker_id].node.partition("/")[2]
 
-    def supervisors(self) -> list[psutil.Process]:
+    def actors(self, kind: str) -> list[psutil.Process]:
         children = [child for raylet in raylets_of(self.nodes.cluster) for child in raylet.children()]
-        return [child for child in children if "Supervisor" in " ".join(child.cmdline())]
+        return [child for child in children if kind in " ".join(child.cmdline())]
 
 
 class RunningChange:
@@ -222,9 +225,43 @@ def test_load_from_several_harnesses_is_one_report(running: Running) -> None:
     assert report["machine"].startswith("2 harnesses")
 
 
+def test_a_sweep_finds_on_the_cluster_what_it_finds_here(running: Running) -> None:
+    home = running.fleet.config.home
+    command = ("plan", "--sweep=streams=4,12", "--simulate", "--fleet=6", "--seconds=1", "--seeds=2", "--json")
+    here = run_shoal(*command, home=home)
+    there = run_shoal(*command, "--ray=4", f"--ray-address={running.nodes.cluster.address}", home=home)
+
+    assert (here.code, there.code) == (0, 0), there.err
+    assert len(json.loads(here.out)["cells"]) == 4
+    assert json.loads(there.out) == json.loads(here.out)
+
+
+def test_a_batch_from_several_helpers_has_every_answer_once_though_one_of_them_is_killed(running: Running) -> None:
+    home = running.fleet.config.home
+    prompts, out = home / "prompts.jsonl", home / "answers.jsonl"
+    lines = [{"prompt": f"Fish number {number}", "ignore_eos": True, "max_tokens": 6} for number in range(NUM_PROMPTS)]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"prompt": "Hi", "top_p": 7.5}]))
+
+    with start_shoal(
+        "batch", str(prompts), f"--out={out}", f"--server={running.fleet.address}", "--concurrency=8", "--ray=2",
+        f"--ray-address={running.nodes.cluster.address}", home=home,
+    ) as driver:  # fmt: skip
+        until(lambda: out.exists() and out.read_bytes().count(b"\n"), lambda count: count >= NUM_PROMPTS // 4)
+        helpers = running.actors("_Helper")
+        helpers[0].kill()
+        code = until(driver.process.poll, lambda code: code is not None)
+
+    assert len(helpers) == 2
+    answers = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [answer["line"] for answer in answers] == list(range(1, NUM_PROMPTS + 2))
+    assert all(answer["completion_tokens"] == 6 for answer in answers[:-1])
+    assert (answers[-1]["error"]["reason"], answers[-1]["error"]["field"]) == ("INVALID_REQUEST", "sampling.top_p")
+    assert code == 1, driver.err
+
+
 def test_killed_supervisors_leave_their_workers_to_the_next_ones(running: Running) -> None:
     before = {worker_id: running.pid_of(worker_id) for worker_id in running.devices.worker_ids}
-    killed = running.supervisors()
+    killed = running.actors("Supervisor")
 
     def kill_supervisors() -> None:
         for supervisor in killed:
@@ -272,6 +309,26 @@ def test_workers_are_started_anew_one_after_the_other_while_they_answer(running:
 
     assert answer.text == running.undisturbed
     assert all(running.pid_of(worker_id) not in (0, pid) for worker_id, pid in before.items())
+
+
+def test_a_change_that_is_killed_half_way_leaves_nobody_cordoned(running: Running) -> None:
+    desk = Desk(running.fleet.config.home, running.fleet.config.port)
+    with Client(running.fleet.address) as client:
+        until(client.status, lambda status: len(status.devices) == 3 and status.is_complete)
+        with start_shoal(
+            "roll", f"--server={running.fleet.address}", home=running.fleet.config.home
+        ) as rolling:  # fmt: skip
+            until(client.status, lambda status: any(device.is_cordoned for device in status.devices))
+            rolling.process.kill()
+            rolling.wait()
+
+        # What the launcher does all the time.
+        until(lambda: let_in_after_others(running.fleet.address, desk), bool)
+        status = client.status()
+
+    assert not any(device.is_cordoned for device in status.devices)
+    assert not desk.cordoned
+    assert running.ask().text == running.undisturbed
 
 
 def test_a_device_of_a_killed_node_is_placed_on_another_one(running: Running) -> None:

@@ -103,7 +103,7 @@ def test_more_tokens_than_the_model_can_have_are_refused_with_the_numbers(
 ) -> None:
     most = ModelStore(home).open("tiny").config.context_tokens
     with pytest.raises(ConfigError, match=message.format(most=most)):
-        plan(profiles=write_devices(tmp_path, 1.0), model="tiny", home=home, **options)  # type: ignore[arg-type]
+        plan(profiles=write_devices(tmp_path, 1.0), model="tiny", home=home, **options)
 
 
 @pytest.mark.parametrize(
