@@ -39,7 +39,7 @@ def status(
         say(device_table(fleet))
     for line in pipeline_lines(fleet):
         tell(line, 2 * INDENT)
-    for line in departed_lines(fleet):
+    for line in (*standby_lines(fleet), *departed_lines(fleet)):
         tell(line, INDENT)
 
 
@@ -135,6 +135,19 @@ COLUMNS = (
 
 def _pipeline_ids(fleet: FleetStatus) -> set[str]:
     return {device.pipeline_id for device in fleet.devices if device.pipeline_id}
+
+
+def standby_lines(fleet: FleetStatus) -> list[str]:
+    """What those who stand by would take over, and how much of its weights they have."""
+    lines = []
+    for device in fleet.devices:
+        if device.standby_layers:
+            layers = ", ".join(map(str, device.standby_layers))
+            have, all_of_it = format_bytes(device.prefetched_bytes), format_bytes(device.prefetch_bytes)
+            is_whole = device.prefetched_bytes >= device.prefetch_bytes
+            weights = f"all {all_of_it} of their weights" if is_whole else f"{have} of {all_of_it} of their weights"
+            lines.append(f"{device.worker_id} stands by for layers {layers}, and has {weights}")
+    return lines
 
 
 def departed_lines(fleet: FleetStatus) -> list[str]:

@@ -131,12 +131,14 @@ def progress(title: str) -> Iterator[Callable[[int, int, str], None]]:
 
 
 def _log_progress(title: str) -> Callable[[int, int, str], None]:
-    said: set[tuple[int, int]] = set()
+    said: set[tuple[int, int | str]] = set()
 
     def update(done: int, total: int, label: str) -> None:
         quarter = 4 * done // total if total else 0
-        if (total, quarter) not in said:
-            said.add((total, quarter))
+        # What cannot be counted is told apart by its label.
+        key = (total, quarter if total else label)
+        if key not in said:
+            said.add(key)
             share = f"{25 * quarter} % of {format_bytes(total)}" if total else "..."
             note(f"{title}: {share} ({label})", style="")
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cli import show
-from cli.show import departed_lines, device_table, pipeline_lines
+from cli.show import departed_lines, device_table, pipeline_lines, standby_lines
 from cli.terminal import say
 from shoal.status import FleetStatus, status_from_proto
 from shoal.v1 import admin_pb2, fleet_pb2, types_pb2
@@ -194,3 +194,23 @@ def test_no_line_of_a_status_is_longer_than_the_terminal(run: Run, monkeypatch: 
         lines = run("status", "--server", server.address).out.splitlines()
     assert max(map(len, lines)) <= 80
     assert any(line.split()[:1] == ["flagship-phone-1"] for line in lines)
+
+
+def test_who_stands_by_is_told_with_what_it_would_take_over_and_how_far_it_has_fetched_that() -> None:
+    def standing_by(worker_id: str, *ranges: tuple[int, int], have_mib: int) -> admin_pb2.DeviceStatus:
+        layers = [types_pb2.LayerRange(start=start, stop=stop) for start, stop in ranges]
+        return make_device(
+            worker_id, "", None, standby_layers=layers, prefetch_bytes=120 * MIB, prefetched_bytes=have_mib * MIB
+        )
+
+    devices = [
+        make_device("phone-1"),
+        standing_by("tablet-1", (0, 8), (20, 30), have_mib=83),
+        standing_by("tablet-2", (0, 8), have_mib=120),
+        make_device("tablet-3", "", None),
+    ]
+
+    assert standby_lines(make_status(devices)) == [
+        "tablet-1 stands by for layers [0, 8), [20, 30), and has 83.0 MiB of 120 MiB of their weights",
+        "tablet-2 stands by for layers [0, 8), and has all 120 MiB of their weights",
+    ]
