@@ -123,7 +123,17 @@ class Measuring:
         if device is not None:
             device.linked_at = now
             self._figures = None
+            self._introduce(device)
             self.advance(now)
+
+    def _introduce(self, device: _Device) -> None:
+        """Have a device that comes, and those that are there, find out whether they reach each other."""
+        others = [one for one in self._devices.values() if one.linked_at is not None and one is not device]
+        for one in others:
+            one.session.send(try_peers=fleet_pb2.TryPeers(peers=[_address(device.session.hello)]))
+        if others:
+            peers = [_address(one.session.hello) for one in others]
+            device.session.send(try_peers=fleet_pb2.TryPeers(peers=peers))
 
     def remove(self, worker_id: WorkerId) -> None:
         self._hops.forget(worker_id)

@@ -247,6 +247,8 @@ class Agent:
         if self._survey.obey(response, is_free=self._holding.command is None):
             return
         match response.WhichOneof("command"):
+            case "try_peers":
+                self._start(self._dialer.try_peers(response.try_peers.peers))
             case "load_shard":
                 self._survey.stop_probing()
                 self._lifecycle.move_to(WorkerState.LOADING)
@@ -293,6 +295,8 @@ class Agent:
             pipeline_id=command.pipeline_id, epoch=command.epoch, stage=command.stage, link_to_next=kind
         )
         self._report(links_opened=report)
+        if kind == "relay":
+            self._start(self._dialer.try_peers([command.stages[following]]))
 
     async def _carry(
         self, carrying: Coroutine[None, None, None], what: str, command: fleet_pb2.LoadShard | None = None

@@ -10,7 +10,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 
 import grpc
@@ -21,14 +21,14 @@ from shoal.errors import ConnectionFailed
 from shoal.types import PROTOCOL_VERSION, DeviceProfile, LinkProfile
 from shoal.v1 import fleet_pb2, flow_pb2
 from worker.emulation import LinkShaper
-from worker.links import DelayLine, GrpcLink, Link, SocketLink, dial, read_shaped, run_grpc_link, shaped
+from worker.links import DelayLine, GrpcLink, Link, SocketLink, answers, dial, read_shaped, run_grpc_link, shaped
 
 DIAL_TIMEOUT_S = 2.0
 # The system of a peer that can be reached answers a dial, whatever its processes do, within milliseconds across a home; a
 # dial that was lost is tried again after a second, which is not waited for.
 PEER_TIMEOUT_S = 0.5
-# So long is waited for a peer that was silent the last time: a pipeline that comes up in mid-answer waits, too.
-SILENT_TIMEOUT_S = 0.25
+# Long enough for a second try of the system: who is silent then is not waited for when a pipeline comes up in mid-answer.
+TRY_TIMEOUT_S = 2.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,8 @@ class Dialer:
     """Opens the links of one worker; `deliver` takes frames that come in, from any thread.
 
     uplink_kind: of the latest link to the orchestrator.
-    Invariant: `_silent` are the peers, by host, whose socket did not answer the latest dial: no word, not even a refusal.
+    Invariant: `_silent` are the peers, by host, whose socket did not answer the latest dial, or trial, that there was time
+    for: no word, not even a refusal. They are reached by way of the orchestrator until a trial finds that they answer.
     """
 
     def __init__(
@@ -119,6 +120,8 @@ class Dialer:
         """Open a link to a peer; None if it cannot be reached directly. on_frame: takes what comes back by gRPC."""
         if not self._profile.allow_direct_links:
             return None
+        if _host(peer) in self._silent:
+            return None
         hello = self._hello(pipeline_id, token)
         if self._config.use_sockets and peer.socket_address:
             link = await self._dial_peer(peer, hello)
@@ -128,14 +131,24 @@ class Dialer:
                 return None  # Its other port would be as silent.
         return await self._reach_by_grpc(peer.flow_address, hello, on_frame) if peer.flow_address else None
 
+    async def try_peers(self, peers: Iterable[fleet_pb2.StageAddress]) -> None:
+        """Find out who is silent, one after the other, before anybody has to wait for that."""
+        if not (self._profile.allow_direct_links and self._config.use_sockets):
+            return
+        for peer in peers:
+            if peer.socket_address and await answers(peer.socket_address, TRY_TIMEOUT_S):
+                self._silent.discard(_host(peer))
+            elif peer.socket_address:
+                self._silent.add(_host(peer))
+
     async def _dial_peer(self, peer: fleet_pb2.StageAddress, hello: flow_pb2.Frame) -> SocketLink | None:
         """None if it cannot be reached, which is remembered if it did not even refuse."""
-        timeout_s = SILENT_TIMEOUT_S if _host(peer) in self._silent else PEER_TIMEOUT_S
         began = time.monotonic()
-        link = await dial(peer.socket_address, hello, timeout_s)
-        self._silent.discard(_host(peer))
-        if link is None and time.monotonic() - began >= timeout_s:
-            self._silent.add(_host(peer))
+        link = await dial(peer.socket_address, hello, PEER_TIMEOUT_S)
+        if link is None:
+            left_s = PEER_TIMEOUT_S - (time.monotonic() - began)
+            if left_s <= 0.0 or not await answers(peer.socket_address, left_s):
+                self._silent.add(_host(peer))
         return link
 
     async def _reach_by_grpc(

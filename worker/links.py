@@ -197,6 +197,24 @@ async def dial(address: str, hello: flow_pb2.Frame, timeout_s: float) -> SocketL
         raise
 
 
+async def answers(address: str, timeout_s: float) -> bool:
+    """Whether the system at host:port says anything to a dial, be it a refusal; needs no thread to wait in."""
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(timeout_s):
+            _, writer = await asyncio.open_connection(host, int(port))
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+    except (OSError, ValueError):
+        return False
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+    return True
+
+
 def _close_unwanted(dialling: asyncio.Future[SocketLink]) -> None:
     if dialling.exception() is None:
         dialling.result().close()

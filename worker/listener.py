@@ -121,6 +121,11 @@ class PeerListener(flow_pb2_grpc.FlowServiceServicer):
         try:
             hello = await read_hello(connection, HELLO_TIMEOUT_S)
             self._check(hello)
+        except ConnectionFailed as error:
+            # A peer that only wanted to know whether we answer, for one.
+            logger.debug("no_link error=%s", error.message)
+            connection.close()
+            return
         except ShoalError as error:
             logger.warning("link_refused error=%s", error.message)
             connection.close()

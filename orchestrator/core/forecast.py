@@ -22,6 +22,9 @@ FETCH_SHARE = 0.8
 # Before it is known how long computing takes: a block at a speed of 640 tokens a second, and something for the way.
 UNKNOWN_BLOCK_S = 0.1
 UNKNOWN_FETCH_S = 0.2
+# Of what is known of an answer that goes on: trails of several may have to come, one after the other. No stage that has lost
+# the question is waited for longer than the most.
+LEAST_TRAIL_S, MOST_TRAIL_S = 0.5, 30.0
 
 
 class Forecast:
@@ -70,6 +73,10 @@ class Forecast:
             return UNKNOWN_FETCH_S + (stop - first) * UNKNOWN_BLOCK_S
         start, end = first * BLOCK_TOKENS, stop * BLOCK_TOKENS
         return FETCH_SHARE * self._prefill_s(start, end, self._pace(start, end, moment))
+
+    def trail_s(self, num_tokens: int) -> float:
+        """How long stages may try to fetch the trail of so many answer tokens instead of computing one after the other."""
+        return min(MOST_TRAIL_S, LEAST_TRAIL_S + FETCH_SHARE * num_tokens * self._times.latency_s(1))
 
     def check_deadline(self, sequence: Sequence, max_tokens: int, moment: Moment) -> None:
         """Raise DeadlineUnmeetable if the first token, or an answer whose length is certain, would come too late."""

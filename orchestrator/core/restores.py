@@ -19,8 +19,8 @@ from shoal.types import KVReuse, SlotId
 
 # How long stages may try to fetch the blocks [first, stop) of a prompt, in seconds.
 FetchTime = Callable[[int, int], float]
-# What is added for the trail of an answer that goes on: computing even a few dozen of its tokens again takes longer.
-TRAIL_FETCH_S = 0.5
+# What is added for the trail of so many answer tokens.
+TrailTime = Callable[[int], float]
 # Beyond what fetching may take: a stage that has not answered by then has lost the question, and everything is computed.
 ANSWER_S = 10.0
 
@@ -86,7 +86,7 @@ class Restores:
         if sequence.num_blocks_expected > self.index.match(blocks):
             self._newcomers.append(sequence)
 
-    def ask(self, sequence: Sequence, fetch_s: FetchTime, now: float) -> bool:
+    def ask(self, sequence: Sequence, fetch_s: FetchTime, trail_s: TrailTime, now: float) -> bool:
         """Have the run of a sequence await the leading blocks that may be there; False if there is none.
 
         One that goes on with its answer asks for all that may be anywhere, of its trail too, and for nothing lossy: its
@@ -98,6 +98,8 @@ class Restores:
         num_blocks = self._num_to_ask(sequence)
         if num_blocks == num_tokens == 0:
             return False
+        timeout_s = fetch_s(0, num_blocks) if num_blocks else 0.0
+        timeout_s += trail_s(len(sequence.output_token_ids)) if num_tokens else 0.0
         sequence.begin_restore(num_blocks, max(num_blocks * BLOCK_TOKENS, num_tokens), now)
         self._awaiting[sequence.run_id] = sequence
         self._to_send[sequence.run_id] = restore = Restore(
@@ -105,7 +107,7 @@ class Restores:
             slot=sequence.slot,
             block_hashes=sequence.block_hashes[:num_blocks],
             is_exact_only=sequence.kv_reuse is KVReuse.EXACT or num_tokens > 0,
-            timeout_s=(fetch_s(0, num_blocks) if num_blocks else 0.0) + (TRAIL_FETCH_S if num_tokens else 0.0),
+            timeout_s=timeout_s,
             trail_id=sequence.trail_id if num_tokens else b"",
             num_tokens=num_tokens,
         )

@@ -368,7 +368,7 @@ class Scheduler:
             return False
         self._num_runs += 1
         self._runs[run_id] = sequence
-        if not self.restores.ask(sequence, partial(self.fetch_s, now), now):
+        if not self.restores.ask(sequence, partial(self.fetch_s, now), self._forecast.trail_s, now):
             self._admission.join(sequence)
         return True
 

@@ -44,7 +44,7 @@ class AttachRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., shard_loaded: _Optional[_Union[ShardLoaded, _Mapping]] = ..., shard_failed: _Optional[_Union[ShardFailed, _Mapping]] = ..., links_opened: _Optional[_Union[LinksOpened, _Mapping]] = ..., link_failed: _Optional[_Union[LinkFailed, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., measured: _Optional[_Union[Measured, _Mapping]] = ..., links_probed: _Optional[_Union[LinksProbed, _Mapping]] = ..., blob_prefetched: _Optional[_Union[BlobPrefetched, _Mapping]] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("welcome", "load_shard", "open_links", "unload_shard", "measure", "probe_links", "prefetch_blobs")
+    __slots__ = ("welcome", "load_shard", "open_links", "unload_shard", "measure", "probe_links", "prefetch_blobs", "try_peers")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     LOAD_SHARD_FIELD_NUMBER: _ClassVar[int]
     OPEN_LINKS_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +52,7 @@ class AttachResponse(_message.Message):
     MEASURE_FIELD_NUMBER: _ClassVar[int]
     PROBE_LINKS_FIELD_NUMBER: _ClassVar[int]
     PREFETCH_BLOBS_FIELD_NUMBER: _ClassVar[int]
+    TRY_PEERS_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     load_shard: LoadShard
     open_links: OpenLinks
@@ -59,7 +60,8 @@ class AttachResponse(_message.Message):
     measure: Measure
     probe_links: ProbeLinks
     prefetch_blobs: PrefetchBlobs
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., load_shard: _Optional[_Union[LoadShard, _Mapping]] = ..., open_links: _Optional[_Union[OpenLinks, _Mapping]] = ..., unload_shard: _Optional[_Union[UnloadShard, _Mapping]] = ..., measure: _Optional[_Union[Measure, _Mapping]] = ..., probe_links: _Optional[_Union[ProbeLinks, _Mapping]] = ..., prefetch_blobs: _Optional[_Union[PrefetchBlobs, _Mapping]] = ...) -> None: ...
+    try_peers: TryPeers
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., load_shard: _Optional[_Union[LoadShard, _Mapping]] = ..., open_links: _Optional[_Union[OpenLinks, _Mapping]] = ..., unload_shard: _Optional[_Union[UnloadShard, _Mapping]] = ..., measure: _Optional[_Union[Measure, _Mapping]] = ..., probe_links: _Optional[_Union[ProbeLinks, _Mapping]] = ..., prefetch_blobs: _Optional[_Union[PrefetchBlobs, _Mapping]] = ..., try_peers: _Optional[_Union[TryPeers, _Mapping]] = ...) -> None: ...
 
 class DeviceLimits(_message.Message):
     __slots__ = ("moderate_c", "hot_c", "critical_c", "low_battery_percent", "critical_battery_percent", "busy_load", "max_batch", "steps_per_s")
@@ -216,6 +218,12 @@ class ProbeLinks(_message.Message):
     peers: _containers.RepeatedCompositeFieldContainer[StageAddress]
     link_token: bytes
     def __init__(self, peers: _Optional[_Iterable[_Union[StageAddress, _Mapping]]] = ..., link_token: _Optional[bytes] = ...) -> None: ...
+
+class TryPeers(_message.Message):
+    __slots__ = ("peers",)
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    peers: _containers.RepeatedCompositeFieldContainer[StageAddress]
+    def __init__(self, peers: _Optional[_Iterable[_Union[StageAddress, _Mapping]]] = ...) -> None: ...
 
 class LinkFigures(_message.Message):
     __slots__ = ("worker_id", "rtt_ms", "mbit_s", "kind")

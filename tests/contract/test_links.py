@@ -19,7 +19,7 @@ from shoal.v1 import flow_pb2
 from tests.support.peers import WAIT_S, Peer, dial_raw, listening_peer, make_frame, make_hello
 from worker import links
 from worker.emulation import LinkShaper
-from worker.links import DelayLine, GrpcLink, Link, ShapedLink, SocketLink, dial, read_shaped, run_grpc_link
+from worker.links import DelayLine, GrpcLink, Link, ShapedLink, SocketLink, answers, dial, read_shaped, run_grpc_link
 
 LARGE_BYTES = 5 << 20
 
@@ -146,6 +146,24 @@ async def test_an_address_where_nobody_listens_gives_no_link() -> None:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
 
     assert await dial(address, make_hello(), WAIT_S) is None
+
+
+async def test_a_system_answers_with_a_refusal_too() -> None:
+    async with listening_peer() as peer:
+        assert await answers(peer.socket_address, WAIT_S)
+    assert await answers(peer.socket_address, WAIT_S)
+
+
+async def test_a_system_that_takes_no_notice_of_a_dial_does_not_answer() -> None:
+    """One that drops dials, as a listener does to whose queue no more can be added."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        address = full.getsockname()
+        with socket.create_connection(address, WAIT_S):
+            assert not await answers(f"127.0.0.1:{address[1]}", 0.2)
+
+
+async def test_a_system_that_nothing_leads_to_does_not_answer() -> None:
+    assert not await answers("255.255.255.255:1", WAIT_S)
 
 
 async def test_a_link_that_comes_after_its_dialling_was_cancelled_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:

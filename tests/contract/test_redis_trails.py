@@ -91,6 +91,46 @@ def test_stages_that_cut_the_layers_otherwise_read_what_others_wrote(
         assert bytes(one.payload.data) == expected.tobytes()
 
 
+def test_trails_that_are_wanted_at_the_same_time_come_whole_over_a_slow_link(
+    redis_server: EmbeddedRedis, trail_id: bytes
+) -> None:
+    """A segment takes 50 ms of it: all at once, each would seem to hang."""
+    trail_ids = [trail_id[:15] + bytes([number]) for number in range(12)]
+    with started(redis_server.url) as tier:
+        connected(tier)
+        for one in trail_ids:
+            write(tier, one, form(), 0, 16)
+            write(tier, one, form(), 16, 32)
+        until(lambda: all(len(fields(redis_server.url, one)) == 2 for one in trail_ids))
+
+    answers: queue.Queue[FoundTrail] = queue.Queue()
+    with started(redis_server.url, LinkProfile(rate_mbit_s=8.0)) as tier:
+        connected(tier)
+        for one in trail_ids:
+            tier.fetch_trail(TrailPart(one, form(), 0, 32), PATIENCE_S, answers.put)
+        found = [answers.get(timeout=2 * PATIENCE_S) for _ in trail_ids]
+
+    assert [one.stop for one in found] == [32] * len(trail_ids)
+
+
+def test_who_waits_behind_a_long_trail_gives_up_at_its_own_deadline(
+    redis_server: EmbeddedRedis, trail_id: bytes
+) -> None:
+    """The first one's segments take seconds of this link, the second has a tenth of one."""
+    with started(redis_server.url) as tier:
+        connected(tier)
+        for start in range(0, 512, 16):
+            write(tier, trail_id, form(), start, start + 16)
+        until(lambda: len(fields(redis_server.url, trail_id)) == 32)
+
+    order: queue.Queue[str] = queue.Queue()
+    with started(redis_server.url, LinkProfile(rate_mbit_s=8.0)) as tier:
+        connected(tier)
+        tier.fetch_trail(TrailPart(trail_id, form(), 0, 512), PATIENCE_S, lambda found: order.put("long"))
+        tier.fetch_trail(TrailPart(trail_id, form(), 0, 512), 0.1, lambda found: order.put(f"short {found.stop}"))
+        assert [order.get(timeout=2 * PATIENCE_S) for _ in range(2)] == ["short 0", "long"]
+
+
 def test_a_trail_expires(redis_server: EmbeddedRedis, trail_id: bytes) -> None:
     with started(redis_server.url) as tier:
         write(connected(tier), trail_id, form(), 0, 8)

@@ -34,6 +34,16 @@ def test_a_device_that_knows_nothing_of_itself_is_measured_and_then_its_link_is_
     assert desk.told("a") == []
 
 
+def test_who_comes_and_those_that_are_there_try_each_other_though_they_hold_layers(desk: Desk) -> None:
+    desk.busy = {"a"}
+    for worker_id in "abc":
+        desk.join(worker_id)
+    for worker_id in "abc":
+        desk.commands(worker_id)
+
+    assert desk.tries == {"a": ["b", "c"], "b": ["a", "c"], "c": ["a", "b"]}
+
+
 def test_a_device_that_was_measured_earlier_says_so_and_is_not_measured(desk: Desk) -> None:
     desk.join("a", known=desk.times(0.007))
     assert desk.told("a") == ["probe_links"]

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from orchestrator.core.batch import SampledId
-from orchestrator.core.restores import ANSWER_S, TRAIL_FETCH_S, Restore
+from orchestrator.core.forecast import LEAST_TRAIL_S, MOST_TRAIL_S
+from orchestrator.core.restores import ANSWER_S, Restore
 from orchestrator.core.scheduler import Scheduler
 from orchestrator.core.sequence import RestoredPrefix, RunId, Sequence, SequenceState
 from shoal.types import KVReuse, SlotId
 from tests.support.builders import TOKEN_ID, make_limits
-from tests.support.restoring import RUN, ask, make_prompt, next_batch
+from tests.support.restoring import BALANCED, RUN, ask, make_prompt, next_batch
 
 TRAIL = b"0123456789abcdef"
 
@@ -41,7 +42,23 @@ def test_all_known_tokens_but_the_newest_are_asked_for_with_every_block_and_noth
 
     assert restore.block_hashes == sequence.block_hashes[:3]
     assert (restore.trail_id, restore.num_tokens, restore.is_exact_only) == (TRAIL, 204, True)
-    assert restore.timeout_s > TRAIL_FETCH_S
+    assert restore.timeout_s > LEAST_TRAIL_S
+
+
+@pytest.mark.parametrize("num_answer", [5, 50, 400])
+def test_a_trail_may_take_what_computing_its_tokens_one_after_the_other_would(num_answer: int) -> None:
+    scheduler = Scheduler(make_limits(num_slots=4))
+    token_s = scheduler.predict(1, BALANCED, 0.0).inter_token_s
+
+    restore = ask(scheduler, make_answered(60, num_answer, max_tokens=1000))
+
+    assert num_answer * token_s * 0.5 < restore.timeout_s - LEAST_TRAIL_S < num_answer * token_s
+
+
+def test_the_longest_trail_has_a_bounded_time() -> None:
+    restore = ask(Scheduler(make_limits(context_tokens=8192, kv_tokens=8192)), make_answered(60, 4000, max_tokens=5000))
+
+    assert restore.timeout_s == MOST_TRAIL_S
 
 
 def test_it_gets_the_slot_again_that_it_had() -> None:

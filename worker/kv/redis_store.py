@@ -132,7 +132,9 @@ class RedisStore:
             return False
         self.is_slow = False
         parts = [_Part(block, entry, entry is entries[-1]) for block, entries in wanted for entry in entries]
-        await self._read_parts(parts, deadline, fetched)
+        async with self._transfers.reading_turn(deadline) as has_turn:
+            if has_turn:
+                await self._read_parts(parts, deadline, fetched)
         return True
 
     async def _look_up(self, blocks: Sequence[StageBlock], timeout_s: float) -> list[tuple[StageBlock, list[Entry]]]:

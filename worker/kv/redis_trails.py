@@ -65,7 +65,8 @@ class RedisTrails:
             return FoundTrail(part, (), part.start), []
         segments = await self._segments(part.trail_id, self._transfers.patience(None, deadline))
         chosen, stop = choose(segments, part)
-        values = await self._read(part, chosen, deadline)
+        async with self._transfers.reading_turn(deadline) as has_turn:
+            values = await self._read(part, chosen, deadline) if has_turn else []
         found, reason = check_segments(part, chosen, values, stop)
         if not reason:
             return found, []

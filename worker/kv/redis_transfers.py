@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from shoal.redis_connection import Command, RedisRefusal
@@ -41,6 +42,7 @@ class RedisTransfers:
         self._up, self._down = LinkShaper(profile), LinkShaper(profile)
         self.reading, self.writing = TransferRate(), TransferRate()
         self._refused_until = float("-inf")
+        self._turn = asyncio.Lock()
 
     @property
     def is_usable(self) -> bool:
@@ -51,6 +53,24 @@ class RedisTransfers:
     def is_refused(self) -> bool:
         """Whether a write was refused lately: who wrote the same again at once would do nothing else."""
         return self._clock() < self._refused_until
+
+    @asynccontextmanager
+    async def reading_turn(self, deadline: float) -> AsyncIterator[bool]:
+        """Held by who reads values, from the first to the last that belong together; False if it did not come by then.
+
+        All that are wanted at once, as when answers go on elsewhere, would else share the link: each would come late, and
+        tell of a link that is slow.
+        """
+        try:
+            async with asyncio.timeout(max(0.0, deadline - self._clock())):
+                await self._turn.acquire()
+        except TimeoutError:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            self._turn.release()
 
     def arrives(self, num_bytes: int, deadline: float) -> bool:
         """Whether so many bytes will be read by then, as far as is known."""
