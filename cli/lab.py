@@ -34,6 +34,8 @@ HERE = Path()
 @app.command("up")
 def up(folder: Folder = HERE) -> None:
     """Build the images, copy the model into the lab if it is stored here, start all, wait until they serve."""
+    from launch.compose import address
+
     lab = _lab(folder)
     model = OrchestratorConfig().model
     with waiting("building images: some minutes the first time"):
@@ -44,7 +46,7 @@ def up(folder: Folder = HERE) -> None:
         note(f"{model} is not stored here: the lab fetches it itself")
     with waiting("starting five devices"):
         lab.up(UP_S)
-    say("the lab serves at 127.0.0.1:50070; try `shoal status`, and `shoal lab down` when done")
+    say(f"the lab serves at {address()}; try `shoal status`, and `shoal lab down` when done")
 
 
 @app.command("down")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from typing import IO, Protocol
 from launch.links import PROBE, SHOW, Abilities, Shape, Shaping, in_force, shaping
 from modelstore.manifest import Manifest
 from modelstore.store import ModelStore
+from shoal.config import DEFAULT_PORT
 from shoal.errors import ConfigError, LaunchFailed
 
 FILE = "docker-compose.yml"
@@ -37,7 +39,14 @@ HOME = "/var/lib/shoal"
 COMMAND_S = 120.0
 BUILD_S = 1800.0
 NUM_LAST_LINES = 15
+# As Compose and docker say that nobody listens where the engine should be.
+NO_ENGINE = re.compile("(failed to|cannot) connect to the docker", re.IGNORECASE)
 NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+def address() -> str:
+    """Of the lab's orchestrator on this machine."""
+    return f"127.0.0.1:{os.environ.get('SHOAL_PORT') or DEFAULT_PORT}"
 
 
 def compose_command() -> list[str]:
@@ -72,11 +81,22 @@ def run_command(
     except FileNotFoundError:
         raise LaunchFailed(f"{command[0]} is not installed: the lab needs a Docker engine and its command") from None
     except subprocess.TimeoutExpired:
-        raise LaunchFailed(f"`{' '.join(command[-4:])}` did not end within {timeout_s:.0f} s") from None
+        raise LaunchFailed(f"`{_shown(command)}` did not end within {timeout_s:.0f} s") from None
     if done.returncode:
-        said = _last_lines(done.stderr or done.stdout)
-        raise LaunchFailed(f"`{' '.join(command[-4:])}` failed (exit code {done.returncode}):\n{said}")
+        said = done.stderr or done.stdout
+        if NO_ENGINE.search(said):
+            raise LaunchFailed(
+                "no Docker engine answers: start Docker, or name one by DOCKER_HOST (docs/lab.md says how to do without)"
+            )
+        raise LaunchFailed(f"`{_shown(command)}` failed (exit code {done.returncode}):\n{_last_lines(said)}")
     return done.stdout
+
+
+def _shown(command: Sequence[str]) -> str:
+    """A command as a user would type it in the checkout."""
+    words = [Path(command[0]).name, *command[1:]]
+    starts = [index for index, word in enumerate(words) if word in ("--file", "--profile")]
+    return " ".join(word for index, word in enumerate(words) if not {index, index - 1} & {*starts})
 
 
 class ComposeLab:
@@ -115,9 +135,21 @@ class ComposeLab:
             raise LaunchFailed(f"the model was not copied:\n{_last_lines(said)}")
 
     def up(self, timeout_s: float) -> None:
-        """Start everything and wait until it serves."""
-        services = [*DEVICES, ORCHESTRATOR]
-        self.compose("up", "--wait", "--wait-timeout", f"{timeout_s:.0f}", *services, timeout_s=timeout_s + COMMAND_S)
+        """Start everything and wait until it serves. Raises LaunchFailed with what those said last that are at fault."""
+        wait = ("--wait", "--wait-timeout", f"{timeout_s:.0f}")
+        try:
+            self.compose("up", *wait, *DEVICES, ORCHESTRATOR, timeout_s=timeout_s + COMMAND_S)
+        except LaunchFailed as error:
+            raise LaunchFailed(error.message + self._faults()) from error
+
+    def _faults(self) -> str:
+        """What services said last that have failed, or do not do what they are there for."""
+        try:
+            rows = [json.loads(line) for line in self.compose("ps", "--all", "--format", "json").splitlines()]
+            faulty = [row["Service"] for row in rows if row["ExitCode"] or row["Health"] == "unhealthy"]
+            return "".join(f"\n{one} said last:\n{_last_lines(self.logs(one))}" for one in faulty)
+        except LaunchFailed:
+            return ""
 
     def down(self, *, with_volumes: bool) -> None:
         """Stop and remove all containers and networks; with_volumes: the model and what devices keep, too."""

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import tomllib
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from launch.compose import BUILDERS, DEVICES, FILE, MODEL, ORCHESTRATOR, PROJECT, compose_command
 from launch.profiles import load_profile
-from tests.lab.supplies import REQUIREMENTS, requirements_of
+from tests.lab.supplies import IMAGES, REQUIREMENTS, requirements_of
 
 ROOT = Path(__file__).parents[2]
 PROFILES = ("--profile", "load", "--profile", "chaos")
@@ -84,21 +87,63 @@ def project() -> dict[str, Any]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def test_every_dependency_is_pinned_to_what_it_may_be() -> None:
-    pins = {one.name: one for one in map(Requirement, requirements_of(REQUIREMENTS.read_text()))}
-    for text in project()["project"]["dependencies"]:
-        wanted = Requirement(text)
-        (pin,) = pins[wanted.name].specifier
+def pinned() -> dict[str, str]:
+    """Version by name, of what images are made of."""
+    pins: dict[str, str] = {}
+    for one in map(Requirement, requirements_of(REQUIREMENTS.read_text())):
+        (pin,) = one.specifier
         assert pin.operator == "=="
-        assert wanted.specifier.contains(pin.version), f"{wanted}: `{text}` is not met by {pins[wanted.name]}"
+        pins[canonicalize_name(one.name)] = pin.version
+    return pins
 
 
-def test_every_pin_has_digests() -> None:
-    entries = REQUIREMENTS.read_text().split("\n\n")[-1]
-    lines = [line.strip() for line in entries.splitlines() if line and not line.startswith("#")]
-    for line, following in pairwise(lines):
+def unmet(wanted: Requirement, pins: dict[str, str]) -> bool:
+    version = pins.get(canonicalize_name(wanted.name), "")
+    return not version or not wanted.specifier.contains(version, prereleases=True)
+
+
+def needs_of(name: str, extras: Iterable[str]) -> Iterator[Requirement]:
+    """What an installed distribution needs where images run."""
+    for text in importlib.metadata.requires(name) or ():
+        wanted = Requirement(text)
+        if wanted.marker is None or any(wanted.marker.evaluate(IMAGES | {"extra": one}) for one in ("", *extras)):
+            yield wanted
+
+
+def test_every_dependency_is_pinned_to_what_it_may_be() -> None:
+    pins = pinned()
+    wanted = [Requirement(text) for text in project()["project"]["dependencies"]]
+    assert [str(one) for one in wanted if unmet(one, pins)] == []
+
+
+def test_what_dependencies_need_is_pinned_too() -> None:
+    """As far as it can be told here: of packages that are installed in the version that is pinned."""
+    pins = pinned()
+    installed = {canonicalize_name(one.name): one.version for one in importlib.metadata.distributions()}
+    wanted = [Requirement(text) for text in project()["project"]["dependencies"]]
+    seen: set[str] = set()
+    while wanted:
+        one = wanted.pop()
+        name = canonicalize_name(one.name)
+        assert not unmet(one, pins), f"{one} is not met"
+        if str(one) not in seen and pins[name] == installed.get(name):
+            wanted.extend(needs_of(name, one.extras))
+        seen.add(str(one))
+
+
+def test_every_pin_has_digests_and_nothing_names_where_it_comes_from() -> None:
+    lines = [line.strip() for line in REQUIREMENTS.read_text().splitlines() if line and not line.startswith("#")]
+    for line, following in pairwise([*lines, ""]):
         if not line.startswith("--"):
             assert following.startswith("--hash=sha256:"), line
+        assert "://" not in line
+        assert "index" not in line
+
+
+def test_the_guide_says_by_which_command_the_pins_are_made() -> None:
+    command = REQUIREMENTS.read_text().splitlines()[1].removeprefix("#").strip()
+
+    assert command in (ROOT / "docs" / "lab.md").read_text()
 
 
 def test_images_are_made_of_all_packages() -> None:

@@ -54,6 +54,8 @@ def check_machine() -> None:
 def outside(command: Sequence[str]) -> int:
     """Fetch what images are built from, then run the command inside; its exit code."""
     check_machine()
+    # Else wheels would stay in the checkout.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     cache = cache_folder()
     with exclusive_lock(cache / "lock", lambda: sys.exit(f"another engine uses {cache}")):
         tar, folder = base_tar(cache), wheels(cache)

@@ -25,6 +25,14 @@ WHEELHOUSE = ROOT / "docker" / "wheelhouse"
 SUITE = "bookworm"
 # Of that suite.
 PYTHON_VERSION = "3.11.2"
+# What markers of requirements are about.
+IMAGES = {
+    "python_full_version": PYTHON_VERSION,
+    "python_version": PYTHON_VERSION.rpartition(".")[0],
+    "sys_platform": "linux",
+    "platform_system": "Linux",
+    "os_name": "posix",
+}
 BASE_PACKAGES = ("python3", "python3-venv", "iproute2", "iptables")
 # Nothing that runs reads these.
 LEFT_OUT = (
@@ -73,11 +81,9 @@ def wheels(cache: Path) -> Path:
 
 def requirements_of(text: str) -> list[str]:
     """The pins of a lock that hold for the base's Python, on Linux."""
-    environment = {"python_full_version": PYTHON_VERSION, "python_version": PYTHON_VERSION.rpartition(".")[0]}
-    environment |= {"sys_platform": "linux"}
     lines = (line.removesuffix("\\").strip() for line in text.splitlines())
     found = [Requirement(line) for line in lines if line and not line.startswith(("#", "--"))]
-    wanted = [one for one in found if one.marker is None or one.marker.evaluate(environment)]
+    wanted = [one for one in found if one.marker is None or one.marker.evaluate(IMAGES)]
     return [f"{one.name}{one.specifier}" for one in wanted]
 
 

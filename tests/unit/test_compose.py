@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launch import compose
-from launch.compose import BUILDERS, FILE, NOTHING, ComposeLab, run_command
+from launch.compose import BUILDERS, FILE, NOTHING, ComposeLab, address, run_command
 from launch.links import PROBE, Shape
 from shoal.errors import ConfigError, LaunchFailed, ModelNotFound
 from tests.support.shards import make_tiny_model
@@ -153,3 +153,49 @@ def test_a_command_that_fails_is_told_with_its_last_lines(tmp_path: Path) -> Non
 def test_a_command_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(LaunchFailed, match="no-such-program is not installed"):
         run_command(["no-such-program"], tmp_path, 10.0)
+
+
+def test_a_command_is_shown_as_one_would_type_it(tmp_path: Path) -> None:
+    with pytest.raises(LaunchFailed, match="`sh -c exit 3 build model` failed"):
+        run_command(
+            ["/bin/sh", "-c", "exit 3", "--file", "x.yml", "--profile", "load", "build", "model"], tmp_path, 10.0
+        )
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "failed to connect to the docker API at unix:///var/run/docker.sock; check if the path is correct",
+        "Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is the docker daemon running?",
+    ],
+)
+def test_where_no_engine_answers_it_is_said_what_to_do(tmp_path: Path, said: str) -> None:
+    with pytest.raises(LaunchFailed, match=r"^no Docker engine answers: start Docker, or name one by DOCKER_HOST"):
+        run_command(["sh", "-c", f'echo "{said}" >&2; exit 1'], tmp_path, 10.0)
+
+
+def test_when_the_lab_does_not_come_up_those_at_fault_are_told_with_their_last_words(tmp_path: Path) -> None:
+    rows = [("model", 1, ""), ("redis", 0, "healthy"), ("tablet", 0, "unhealthy"), ("secrets", 0, "")]
+
+    def run(command: Sequence[str], folder: Path, timeout_s: float, environment: Mapping[str, str] = NOTHING) -> str:
+        if "up" in command:
+            raise LaunchFailed("`up` failed")
+        if "ps" in command:
+            return "\n".join(json.dumps({"Service": name, "ExitCode": code, "Health": is_}) for name, code, is_ in rows)
+        return f"{command[-1]} is sorry"
+
+    (tmp_path / FILE).write_text("")
+    with pytest.raises(LaunchFailed) as raised:
+        ComposeLab(tmp_path, run).up(10.0)
+
+    assert raised.value.message == (
+        "`up` failed\nmodel said last:\n  model is sorry\ntablet said last:\n  tablet is sorry"
+    )
+
+
+def test_the_lab_is_where_the_port_says_that_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SHOAL_PORT", raising=False)
+    usual = address()
+    monkeypatch.setenv("SHOAL_PORT", "50071")
+
+    assert (usual, address()) == ("127.0.0.1:50070", "127.0.0.1:50071")
