@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from modelstore.block_types import BLOCK_TYPES
 from modelstore.graph import build_shard_graph, shard_blobs
 from orchestrator.tokenizer import Tokenizer
 from shoal.types import LayerRange
@@ -19,18 +21,19 @@ NUM_TOKENS = 40
 
 # Every kind of weight and embedding that keeps the file's values: (weights, embedding, precision).
 EXACT_KINDS = [
-    ("Q4_0", "Q4_0", "int8"),
+    *((name, name, "int8") for name in BLOCK_TYPES),
     ("Q4_1", "Q8_0", "int8"),
-    ("Q8_0", "Q8_0", "int8"),
+    ("Q4_K", "Q6_K", "int8"),
     ("F16", "F16", "float32"),
+    ("BF16", "BF16", "float32"),
     ("F32", "Q8_0", "float32"),
 ]
 
 
 def make_model(folder: Path, weights: str, embedding: str, precision: str, *, is_tied: bool) -> TinyModel:
-    return make_tiny_model(
-        folder, precision=precision, weight_type=weights, embedding_type=embedding, is_tied=is_tied, num_layers=2
-    )
+    types = {"weight_type": weights, "embedding_type": embedding}
+    # Some types have blocks of 256 values.
+    return make_tiny_model(folder, precision=precision, **types, is_tied=is_tied, num_layers=2, hidden=256, ffn=256)
 
 
 def both_logits(model: TinyModel, accuracy_level: int) -> tuple[np.ndarray, np.ndarray]:
@@ -51,7 +54,8 @@ def test_exact_kinds_agree_with_the_reference(
 
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize(
-    ("weights", "embedding"), [("Q4_0", "Q4_0"), ("Q4_1", "Q4_1"), ("Q8_0", "F32"), ("F16", "F16")]
+    ("weights", "embedding"),
+    [*zip(BLOCK_TYPES, BLOCK_TYPES, strict=True), ("Q8_0", "F32"), ("F16", "F16"), ("BF16", "BF16")],
 )
 def test_fast_kernels_and_8_bit_rounding_stay_near_the_reference(
     tmp_path: Path, weights: str, embedding: str, is_tied: bool
@@ -101,9 +105,13 @@ def test_a_graph_is_small_and_the_same_every_time(tmp_path: Path) -> None:
 
 @pytest.mark.e2e
 def test_the_real_model_is_as_good_as_its_dequantised_reference() -> None:
-    manifest = real_manifest()
-    token_ids = Tokenizer(manifest.tokenizer).encode(TEXT, add_special=False)[:512]
-    assert len(token_ids) == 512
-    ours = perplexity(whole_prompt_logits(manifest, real_store().root / "blobs", token_ids), token_ids)
-    reference = perplexity(ReferenceDecoder(real_gguf()).logits(token_ids), token_ids)
-    assert 0.985 * reference < ours < 1.015 * reference
+    manifest, decoder = real_manifest(), ReferenceDecoder(real_gguf())
+    encode = Tokenizer(manifest.tokenizer).encode
+    ratios = []
+    # Rounding activations leaves a standard error of 0.3 % on 512 tokens.
+    for text in (TEXT, files("evaluation").joinpath("calibration.txt").read_text(encoding="utf-8")):
+        token_ids = encode(text, add_special=False)[:512]
+        assert len(token_ids) == 512
+        ours = perplexity(whole_prompt_logits(manifest, real_store().root / "blobs", token_ids), token_ids)
+        ratios.append(ours / perplexity(decoder.logits(token_ids), token_ids))
+    assert 0.99 < (ratios[0] * ratios[1]) ** 0.5 < 1.01

