@@ -14,6 +14,9 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shoal.errors import InvalidRequest
@@ -93,7 +96,7 @@ class ChatTemplate:
         if self._source is None:
             raise InvalidRequest(FIELD, "this model has no chat template; send plain text in prompt instead")
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
@@ -112,9 +115,25 @@ def _validate(messages: Sequence[Mapping[str, str]]) -> None:
         raise InvalidRequest(FIELD, "the content of every message is empty; send some text")
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
+class _Generation(Extension):
+    """Marks what a model wrote, for training; here its content is just text."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     # jinja2's own filter escapes for HTML, which models were not trained on.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> NoReturn:

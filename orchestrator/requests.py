@@ -158,7 +158,9 @@ class RequestDecoder:
         match request.WhichOneof("input"):
             case "prompt":
                 self._check_length("prompt", len(request.prompt.encode()))
-                token_ids: Sequence[int] = self._tokenizer.encode(request.prompt, add_special=not is_later_turn)
+                token_ids: Sequence[int] = self._tokenizer.encode(
+                    request.prompt, add_special=not is_later_turn, goes_on=is_later_turn
+                )
             case "chat":
                 messages = [{"role": one.role, "content": one.content} for one in request.chat.messages]
                 self._check_length("chat", sum(len(one["content"].encode()) for one in messages))

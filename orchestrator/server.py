@@ -130,7 +130,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             await self._served.claim(served)
             await self._served.revive(served)
             yield inference_pb2.GenerateResponse(accepted=self._accepted(served.record))
-            text = TextStream(self._tokenizer, served.record.stops)
+            text = TextStream(self._tokenizer, served.record.stops, after=served.record.prompt_token_ids[-1])
             for index in itertools.count():
                 event = await self._served.token(served, index)
                 delta, end = _grown(text, event)

@@ -11,7 +11,7 @@ import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from orchestrator.tokenizer import Tokenizer
+from orchestrator.tokenizer import TokenBytes, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,11 @@ class TextStream:
     Invariants: no part of `_held` was let out; `_held` is the longest end of the text that begins a stop string.
     """
 
-    __slots__ = ("_decoder", "_held", "_is_stopped", "_matchers", "_tokenizer")
+    __slots__ = ("_bytes", "_decoder", "_held", "_is_stopped", "_matchers")
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, after: int | None = None) -> None:
+        """after: the token that the answer comes after; behind some, text begins with a space that is none of its own."""
+        self._bytes = TokenBytes(tokenizer, has_space=after is not None and tokenizer.has_space_after(after))
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._matchers = [_StopMatcher(text) for text in stop]
         self._held = ""
@@ -44,7 +45,7 @@ class TextStream:
         """Take the next token; after a stop nothing more comes out."""
         if self._is_stopped:
             return TextDelta("", True)
-        text = self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        text = self._decoder.decode(self._bytes.push(token_id))
         return TextDelta(self._release(text), self._is_stopped)
 
     def finish(self) -> str:

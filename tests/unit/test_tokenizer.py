@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from modelstore.manifest import Splitting
 from orchestrator.tokenizer import Tokenizer
 from shoal.errors import BadModelFile, UnsupportedModel
 from tests.support import bpe_reference
@@ -141,14 +142,58 @@ def test_the_end_token_ends_and_has_no_text_even_where_the_file_calls_it_normal(
     assert tokenizer.decode([END]) == ""
 
 
+def test_an_answer_ends_at_further_ends_that_the_file_names() -> None:
+    assert Tokenizer(make_tokenizer_data(end_ids=(THINK,))).stop_ids == {END_OF_TEXT, END, THINK}
+
+
+def test_a_further_end_has_no_text() -> None:
+    assert Tokenizer(make_tokenizer_data(end_ids=(THINK,))).decode([THINK]) == ""
+
+
+def test_the_end_token_is_put_behind_only_where_model_and_caller_want_it() -> None:
+    wanting = Tokenizer(make_tokenizer_data(add_eos=True))
+    assert wanting.encode("hello", add_special=True) == [*ids_of("hello"), END]
+    assert wanting.encode("hello<|im_end|>", add_special=True) == [*ids_of("hello"), END]
+    assert wanting.encode("hello", add_special=False) == ids_of("hello")
+
+
+def test_qwen2_composes_characters_first() -> None:
+    tokenizer = Tokenizer(make_tokenizer_data(pre="qwen2"))
+    assert tokenizer.encode("e\u0301", add_special=False) == ids_of("Ã©")
+
+
+def test_qwen2_cuts_digits_one_by_one() -> None:
+    assert Tokenizer(make_tokenizer_data(pre="qwen2")).encode("12", add_special=False) == ids_of("1", "2")
+
+
+def test_tekken_begins_a_word_where_capitals_follow_small_letters() -> None:
+    tokens = (*DATA.tokens, "aB")
+    types = (*DATA.token_types, NORMAL)
+    data = make_tokenizer_data(pre="tekken", tokens=tokens, token_types=types, merges=("a B",))
+    encoded = Tokenizer(data).encode("aB", add_special=False)
+    assert [tokens[token_id] for token_id in encoded] == ["a", "B"]
+
+
+def test_a_splitting_without_a_name_cuts_by_its_patterns() -> None:
+    data = make_tokenizer_data(pre="custom", splitting=Splitting((r"[^o]+|o",)))
+    encoded = Tokenizer(data).encode("hello", add_special=False)
+    assert [DATA.tokens[token_id] for token_id in encoded] == ["hell", "o"]
+
+
+def test_a_token_that_takes_white_space_along_leaves_none() -> None:
+    tokenizer = Tokenizer(make_tokenizer_data(lstrip_ids=(START,), rstrip_ids=(END,)))
+    spelled = tokenizer.encode("hello \n<|im_start|> hello <|im_end|> \nhello", add_special=False)
+    assert spelled == [*ids_of("hello"), START, *ids_of("Ġ", "hello", "Ġ"), END, *ids_of("hello")]
+
+
 def test_an_unknown_kind_of_tokenizer_is_named_with_what_is_supported() -> None:
-    with pytest.raises(UnsupportedModel, match=r"'llama' is not supported.*gpt2"):
-        Tokenizer(make_tokenizer_data(kind="llama"))
+    with pytest.raises(UnsupportedModel, match=r"bert is not supported.*gpt2.*llama"):
+        Tokenizer(make_tokenizer_data(kind="bert"))
 
 
 def test_an_unknown_pre_tokenizer_is_named_with_what_is_supported() -> None:
-    with pytest.raises(UnsupportedModel, match=r"'tekken' is not supported.*smollm"):
-        Tokenizer(make_tokenizer_data(pre="tekken"))
+    with pytest.raises(UnsupportedModel, match=r"'bloom' is not supported.*smollm"):
+        Tokenizer(make_tokenizer_data(pre="bloom"))
 
 
 @pytest.mark.parametrize("merge", ["h zz", "h x", "hello", "<|im_start|> h"])
