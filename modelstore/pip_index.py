@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import ssl
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from urllib.parse import unquote, urlsplit
 from modelstore.download import Link
 from shoal.errors import PullFailed
 
+_WHEEL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+!-]*\.whl")
 _QUIET = ("--no-input", "--disable-pip-version-check", "--quiet")
 # Wheels only: a source distribution would run its own code just to be looked at.
 _WHEEL_ONLY = ("--no-deps", "--only-binary=:all:")
@@ -35,9 +37,10 @@ def find_wheel(requirement: str) -> Link | None:
         sha256 = download.get("archive_info", {}).get("hashes", {}).get("sha256", "")
     except (ValueError, KeyError, IndexError, TypeError):
         return None
-    # pip hides passwords in its report, so such an address is of no use.
-    is_direct = url.scheme in ("http", "https") and url.username is None
-    return Link(download["url"], PurePosixPath(unquote(url.path)).name, sha256) if is_direct else None
+    file_name = PurePosixPath(unquote(url.path)).name
+    # pip hides passwords in its report, so such an address is of no use. The name becomes that of a file.
+    is_direct = url.scheme in ("http", "https") and url.username is None and _WHEEL_NAME.fullmatch(file_name)
+    return Link(download["url"], file_name, sha256) if is_direct else None
 
 
 def download_wheel(requirement: str, folder: Path) -> Path:

@@ -14,18 +14,26 @@ from tests.support.tiny_gguf import write_tiny_gguf
 pytestmark = pytest.mark.e2e
 
 
-def test_list_has_the_stored_models_and_no_other_way_to_get_them(home: Path, real_model: Manifest) -> None:
+def test_list_has_a_stored_model_with_where_it_is_from_and_offers_it_no_more(home: Path, real_model: Manifest) -> None:
     outcome = run_shoal("models", "list", home=home)
 
+    lines = outcome.out.splitlines()
+    row = next(index for index, line in enumerate(lines) if line.startswith(f"{real_model.name} "))
     assert (outcome.code, outcome.err) == (0, "")
-    assert outcome.out.startswith(f"{real_model.name}: llama, {real_model.config.num_layers} layers, ")
-    assert "models pull" not in outcome.out
+    assert f"llama, {real_model.config.num_layers} layers" in lines[row]
+    assert real_model.digest[:12] in lines[row]
+    assert lines[row + 1].strip() == real_model.source
+    assert sum(line.startswith(f"{real_model.name} ") for line in lines) == 1
 
 
-def test_list_as_json_tells_stored_models_from_others(home: Path, real_model: Manifest) -> None:
-    listed = json.loads(run_shoal("models", "list", "--json", home=home).out)
+def test_list_as_json_tells_stored_models_from_others(tmp_path: Path, home: Path, real_model: Manifest) -> None:
+    here = json.loads(run_shoal("models", "list", "--json", home=home).out)
+    elsewhere = json.loads(run_shoal("models", "list", "--json", home=tmp_path).out)
 
-    assert ([model["name"] for model in listed["stored"]], listed["can_be_pulled"]) == ([real_model.name], [])
+    assert real_model.name in [model["name"] for model in here["stored"]]
+    assert real_model.name not in [entry["name"] for entry in here["can_be_pulled"]]
+    assert elsewhere["stored"] == []
+    assert real_model.name in [entry["name"] for entry in elsewhere["can_be_pulled"]]
 
 
 def test_show_says_what_a_model_is(home: Path, real_model: Manifest) -> None:
@@ -45,7 +53,8 @@ def test_an_imported_model_is_listed(tmp_path: Path) -> None:
 
     assert (imported.code, imported.out) == (0, "")
     assert "tiny is stored: 3 layers" in imported.err
-    assert run_shoal("models", "list", home=tmp_path).out.startswith("tiny: llama, 3 layers, ")
+    lines = run_shoal("models", "list", home=tmp_path).out.splitlines()
+    assert [line.split()[:4] for line in lines if line.startswith("tiny")] == [["tiny", "llama,", "3", "layers,"]]
 
 
 def test_a_truncated_file_is_refused_in_one_line_and_leaves_nothing(tmp_path: Path) -> None:

