@@ -1,7 +1,7 @@
 """The figures that are measured, with the gate and the aim of each, and the verdict on a measured one.
 
-Knows no process and no clock; what is measured comes from `decode`, `prefill`, `links`, `classes`, `planned`,
-`planner` and `processes`, and goes to `report`.
+Knows no process and no clock; what is measured comes from `decode`, `prefill`, `links`, `classes`, `batches`,
+`planned`, `planner`, `real_models` and `processes`, and goes to `report`.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ GOALS = {
     "mixed_throughput": Goal("THROUGHPUT tokens/s beside LATENCY requests, of those alone", 0.85, 0.95),
     "sixteen_emulated": Goal("two slow stages, one thread each: 16 streams, of what one stream gets", 3.5, 4.5),
     "schedule": Goal("schedule() with 1,000 running and 10,000 waiting, median", 200.0, 100.0, "us", is_upper=True),
+    "batch": Goal("`shoal batch` of 200 prompts, tokens/s, of the load harness's offline scenario", 0.9, 0.98),
     "kv_held": Goal(
         "time to first token, 1,024-token prefix held in workers' memory, of cold prefill", 0.10, 0.08, is_upper=True
     ),
@@ -68,6 +69,15 @@ GOALS = {
     ),
     "planner": Goal("a plan for 100 devices and 80 layers", 1.0, 0.5, "s", is_upper=True),
     "plan_gain": Goal("tokens/s of the plan, of a split in proportion to memory, unequal fleet", 1.3, 2.0),
+    "models_smollm2": Goal(
+        "SmolLM2 135M as served: perplexity, above that of its file's weights in float32",
+        0.01,
+        0.005,
+        "",
+        is_upper=True,
+    ),
+    "models_gemma3": Goal("Gemma 3 270M, the same", 0.01, 0.005, "", is_upper=True),
+    "models_gemma3_speed": Goal("Gemma 3 270M, decode, weight bytes a second, of SmolLM2's", 0.85, 1.0),
     "start": Goal("`shoal up` to ready, model pulled, three devices", 5.0, 3.0, "s", is_upper=True),
     "memory": Goal("worker memory, worst worker, of the gate's bound", 1.0, 1.0, "x", is_upper=True),
 }

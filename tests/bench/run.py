@@ -20,6 +20,7 @@ from modelstore.store import ModelStore
 from shoal.config import OrchestratorConfig, default_home
 from shoal.errors import ShoalError
 from tests.bench import (
+    batches,
     classes,
     decode,
     kv_cache,
@@ -32,6 +33,7 @@ from tests.bench import (
     planner,
     prefill,
     processes,
+    real_models,
 )
 from tests.bench.baseline_process import BaselineProcess
 from tests.bench.context import Bench
@@ -61,6 +63,7 @@ ALONE: tuple[tuple[tuple[str, ...], Callable[[Bench], list[Figure]]], ...] = (
     (("latency_under_load", "mixed_throughput"), classes.mixed),
     (("sixteen_emulated",), classes.sixteen_emulated),
     (("schedule",), classes.schedule),
+    (("batch",), batches.batch),
     (("kv_held",), kv_cache.held),
     (("kv_restarted",), kv_cache.restarted),
     (("kv_write_behind",), kv_cache.write_behind),
@@ -69,6 +72,8 @@ ALONE: tuple[tuple[tuple[str, ...], Callable[[Bench], list[Figure]]], ...] = (
     (("planner",), planner.planner),
     (("prediction",), planned.prediction),
     (("plan_gain",), planned.plan_gain),
+    (("models_smollm2",), real_models.smollm2),
+    (("models_gemma3", "models_gemma3_speed"), real_models.gemma3),
     (("start",), processes.start),
 )
 
