@@ -15,7 +15,18 @@ from shoal import breaker
 from worker import lifecycle
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("shoal", "modelstore", "orchestrator", "worker", "simulation", "launch", "loadtest", "batch", "cli")
+PACKAGES = (
+    "shoal",
+    "modelstore",
+    "orchestrator",
+    "worker",
+    "simulation",
+    "launch",
+    "loadtest",
+    "batch",
+    "evaluation",
+    "cli",
+)
 MAX_FUNCTION_LINES = 50
 MAX_FILE_LINES = 450
 

@@ -37,13 +37,14 @@ def figures_of(links: Mapping[str, tuple[float, float]]) -> list[fleet_pb2.LinkF
 
 @dataclass
 class Desk:
-    """Measuring and the workers that it speaks to. busy: those that hold layers."""
+    """Measuring and the workers that it speaks to. busy: those that hold layers. tries: whom each was told to try."""
 
     tiny: TinyModel
     num_expected: int = 1
     busy: set[str] = field(default_factory=set)
     sessions: dict[str, WorkerSession] = field(default_factory=dict)
     profiles: dict[str, DeviceProfile] = field(default_factory=dict)
+    tries: dict[str, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.measuring = Measuring(self.tiny.manifest, lambda one: one not in self.busy, self.num_expected)
@@ -93,8 +94,12 @@ class Desk:
         return [str(one.WhichOneof("command")) for one in self.commands(worker_id)]
 
     def commands(self, worker_id: str) -> list[fleet_pb2.AttachResponse]:
+        """What a worker was asked for since the last look; trying others is asked of it whenever somebody comes."""
         queue = self.sessions[worker_id]._commands
-        return [command for command in (queue.get_nowait() for _ in range(queue.qsize())) if command is not None]
+        commands = [command for command in (queue.get_nowait() for _ in range(queue.qsize())) if command is not None]
+        peers = [peer.worker_id for command in commands for peer in command.try_peers.peers]
+        self.tries.setdefault(worker_id, []).extend(peers)
+        return [command for command in commands if not command.HasField("try_peers")]
 
     def tell(self, worker_id: str, now: float = NOW, **event: Any) -> bool:
         return self.measuring.on_event(self.sessions[worker_id], fleet_pb2.AttachRequest(**event), now)
