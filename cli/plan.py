@@ -26,7 +26,7 @@ from cli.simulate import simulate as play
 from cli.sweep import Sweep, SweepOptions, axes_of, digest_of, run_sweep, sweep_options, with_sweep
 from cli.terminal import format_bytes, say, write_json
 from shoal.errors import ConfigError, ModelNotFound
-from simulation.grid import DEFAULT_STREAMS, PLUS, STREAMS_A_DEVICE, Cell
+from simulation.grid import DEFAULT_PROMPT, DEFAULT_STREAMS, PLUS, STREAMS_A_DEVICE, Cell
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -43,7 +43,6 @@ TIMEOUT_S = 10.0
 LAYER_CELLS = 30
 MEMORY_CELLS = 16
 MODEL = "smollm2-135m"
-DEFAULT_PROMPT = 256
 
 Devices = Annotated[
     str, typer.Option(help="Devices to plan for, as phone,phone,tablet:latency; empty: those of the running fleet.")

@@ -68,16 +68,15 @@ class SimulationOptions:
                 "fleet, rate, seconds, churn and plot are of a simulation: add --simulate", field="simulate"
             )
 
-    def check_plot(self) -> None:
-        """Before a long run: that its picture can be drawn. Raises ConfigError."""
-        if self.plot is None:
-            return
-        from loadtest.report import NEEDS_MATPLOTLIB, can_draw
 
-        if self.plot.suffix != ".svg" or not self.plot.absolute().parent.is_dir():
-            raise ConfigError(f"plot = {self.plot} must be an .svg file in a folder that there is", field="plot")
-        if not can_draw():
-            raise ConfigError(NEEDS_MATPLOTLIB, field="plot")
+def check_plot(path: Path) -> None:
+    """Before a long run: that its picture can be drawn. Raises ConfigError."""
+    from loadtest.report import NEEDS_MATPLOTLIB, can_draw
+
+    if path.suffix != ".svg" or not path.absolute().parent.is_dir():
+        raise ConfigError(f"plot = {path} must be an .svg file in a folder that there is", field="plot")
+    if not can_draw():
+        raise ConfigError(NEEDS_MATPLOTLIB, field="plot")
 
 
 def synthetic_fleets(manifest: Manifest, options: SimulationOptions) -> tuple[list[FleetFigures], str]:
@@ -109,7 +108,8 @@ def simulate(
     from simulation.run import plan_sites, play
     from simulation.settings import some_seconds
 
-    options.check_plot()
+    if options.plot is not None:
+        check_plot(options.plot)
     began = perf_counter()
     with _progress() as tell:
         settings = _settings(manifest, demand, options)

@@ -16,15 +16,17 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Self, TextIO
+from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 
+from batch.line_file import LineFile
 from cli.on_ray import THIS_MACHINE, needing_ray
 from cli.parameters import with_parameters
-from cli.sweep_report import check_plot, show, write_csv, write_plot
+from cli.simulate import check_plot
+from cli.sweep_report import axis_of_x, show, write_csv, write_plot
 from cli.terminal import following, note, write_json
-from shoal.errors import ConfigError, ShoalError, StorageFull
+from shoal.errors import ConfigError, ShoalError
 from simulation.grid import Axis, Cell, cells_of, read_axes
 
 if TYPE_CHECKING:
@@ -33,8 +35,6 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 DIGEST_CHARS = 16
-# Of every line that is kept: by it, one that was cut off is told from the last line of another file.
-_START = '{"subject": '
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +103,11 @@ def axes_of(options: SweepOptions, base: Cell, plot: Path | None) -> tuple[tuple
     axes = read_axes(options.words)
     cells = cells_of(base, axes, options.num_seeds)
     if plot is not None:
-        check_plot(plot, axes)
-    for path in (options.csv, options.out):
+        check_plot(plot)
+        axis_of_x(axes)
+    for name, path in (("csv", options.csv), ("out", options.out)):
         if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(f"{path}: there is no folder {path.absolute().parent}", field="out")
+            raise ConfigError(f"{path}: there is no folder {path.absolute().parent}", field=name)
     return axes, tuple(cells)
 
 
@@ -207,57 +208,26 @@ class _Kept:
 
     def __init__(self, path: Path | None, subject: str) -> None:
         self.found: dict[Cell, Figures | Failed] = {}
-        self._path = path
         self._subject = subject
-        self._file: TextIO | None = None
+        self._file: LineFile | None = None
+        if path is not None:
+            self._file = LineFile(path, start=b'{"subject": ', writer="sweep", refusal="is no cell of a sweep")
 
     def __enter__(self) -> Self:
-        if self._path is None:
-            return self
-        try:
-            self._file = self._path.open("a+", encoding="utf-8")
-            self._file.seek(0)
-            text = self._file.read()
-        except (OSError, UnicodeDecodeError) as error:
-            self.__exit__()
-            raise ConfigError(f"{self._path}: cannot be gone on with: {error}", field="out") from None
-        whole, end, rest = text.rpartition("\n")
-        try:
-            for number, line in enumerate(whole.splitlines(), start=1):
-                self._take(number, line)
-            if rest and rest[: len(_START)] != _START[: len(rest)]:
-                raise self._refusal(whole.count("\n") + 1)
-        except ConfigError:
-            self.__exit__()
-            raise
-        if rest:
-            # It was being written when the last run died.
-            self._file.truncate(len((whole + end).encode()))
+        if self._file is not None:
+            self._file.open(self._take)
         return self
 
-    def _take(self, number: int, line: str) -> None:
-        try:
-            content = json.loads(line)
-            subject, cell, figures = content["subject"], Cell(**content["cell"]), content.get("figures")
-        except (ValueError, KeyError, TypeError):
-            raise ConfigError(
-                f"{self._path}:{number}: is no cell of a sweep; give another --out", field="out"
-            ) from None
+    def _take(self, raw: bytes) -> None:
+        content = json.loads(raw)
+        subject, cell, figures = content["subject"], Cell(**content["cell"]), content.get("figures")
         if subject == self._subject and isinstance(figures, dict):
             self.found[cell] = figures
 
-    def _refusal(self, number: int) -> ConfigError:
-        return ConfigError(f"{self._path}:{number}: is no cell of a sweep; give another --out", field="out")
-
     def keep(self, cell: Cell, result: Figures | Failed) -> None:
-        if self._file is None:
-            return
-        line = json.dumps({"subject": self._subject, "cell": asdict(cell), **_outcome(result)})
-        try:
-            self._file.write(line + "\n")
-            self._file.flush()
-        except OSError as error:
-            raise StorageFull(f"{self._path}: cannot be written: {error.strerror}; make room, and go on") from error
+        if self._file is not None:
+            line = {"subject": self._subject, "cell": asdict(cell), **_outcome(result)}
+            self._file.append(json.dumps(line).encode() + b"\n")
 
     def __exit__(self, *_: object) -> None:
         if self._file is not None:

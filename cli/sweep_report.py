@@ -12,17 +12,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cli.terminal import say
+from cli.terminal import console, say
 from shoal.errors import ConfigError, StorageFull
 from simulation.grid import Axis, Cell
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from simulation.sweep import Failed, Figures
 
     Results = Mapping[int, Figures | Failed]
 
 # A picture tells so many lines apart.
 MAX_LINES = 3
+# Wider than any terminal: what a table is measured by.
+FAR = 10_000
 
 
 def _count(value: float) -> str:
@@ -64,17 +68,13 @@ _DRAWN_OF_PLANS = {"tokens_per_s": "Tokens a second", "first_token_s": "Seconds 
 
 
 def show(model: str, axes: Sequence[Axis], cells: Sequence[Cell], results: Results) -> None:
-    """A row for each combination of values: means over its seeds, and by how much these are more or less."""
-    from rich import box
-    from rich.table import Table
+    """A row for each combination of values: means over its seeds, and by how much these are more or less.
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
+    Where the terminal is too narrow, the latter is on a line of its own.
+    """
     names = [axis.name for axis in axes]
-    for name in names:
-        table.add_column(name, no_wrap=True, min_width=len(name))
     shown = [name for name in _COLUMNS if any(name in one for one in results.values() if isinstance(one, dict))]
-    for name in shown:
-        table.add_column(_COLUMNS[name][0], justify="right", no_wrap=True)
+    rows: list[tuple[list[str], list[str]]] = []
     for values, of_seeds in _combinations(names, cells, results):
         figures = [one for one in of_seeds if isinstance(one, dict)]
         failed = [one for one in of_seeds if not isinstance(one, dict)]
@@ -82,9 +82,31 @@ def show(model: str, axes: Sequence[Axis], cells: Sequence[Cell], results: Resul
         if failed:
             of_all = f"{len(failed)} of {len(of_seeds)} " if len(of_seeds) > 1 else ""
             summed = [*summed[:-1], f"{of_all}failed"] if summed else [f"{of_all}failed"]
-        table.add_row(*map(_plain, values), *summed)
+        rows.append(([_plain(value) for value in values], summed))
+    titles = [_COLUMNS[name][0] for name in shown]
+    table = _table(names, titles, rows, gap=1)
+    screen = console()
+    if screen.measure(table, options=screen.options.update(width=FAR)).maximum > screen.width:
+        folded = [(values, [cell.replace(" ±", "\n±") for cell in summed]) for values, summed in rows]
+        table = _table(names, [title.replace(" ", "\n") for title in titles], folded, gap=0)
     say(f"{model}: {len(results)} of {len(cells)} cells", style="bold")
     say(table)
+
+
+def _table(
+    names: Sequence[str], titles: Sequence[str], rows: Sequence[tuple[list[str], list[str]]], *, gap: int
+) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, gap, 0, 0), show_edge=False)
+    for name in names:
+        table.add_column(name, no_wrap=True, min_width=len(name))
+    for title in titles:
+        table.add_column(title, justify="right", overflow="fold")
+    for values, summed in rows:
+        table.add_row(*values, *summed)
+    return table
 
 
 def _combinations(
@@ -125,19 +147,8 @@ def write_csv(path: Path, cells: Sequence[Cell], results: Results) -> None:
         raise StorageFull(f"{path}: cannot be written: {error.strerror}") from error
 
 
-def check_plot(path: Path, axes: Sequence[Axis]) -> None:
-    """Before a long run: that its picture can be drawn. Raises ConfigError."""
-    from loadtest.report import NEEDS_MATPLOTLIB, can_draw
-
-    if path.suffix != ".svg" or not path.absolute().parent.is_dir():
-        raise ConfigError(f"plot = {path} must be an .svg file in a folder that there is", field="plot")
-    if not can_draw():
-        raise ConfigError(NEEDS_MATPLOTLIB, field="plot")
-    _axis_of_x(axes)
-
-
-def _axis_of_x(axes: Sequence[Axis]) -> Axis:
-    """The numbers with most values."""
+def axis_of_x(axes: Sequence[Axis]) -> Axis:
+    """The numbers with most values. Raises ConfigError if none has several."""
     numeric = [axis for axis in axes if axis.is_numeric and len(axis.values) > 1]
     if not numeric:
         raise ConfigError("a plot needs a sweep over numbers, as streams=1,8,64", field="plot")
@@ -148,7 +159,7 @@ def write_plot(path: Path, axes: Sequence[Axis], cells: Sequence[Cell], results:
     """Means over seeds, a line for each combination of the other values; more than MAX_LINES: the first ones."""
     from loadtest.plots import Curve, Curves, draw_curves
 
-    across = _axis_of_x(axes)
+    across = axis_of_x(axes)
     others = [axis.name for axis in axes if axis is not across]
     drawn = _DRAWN if cells[0].is_played else _DRAWN_OF_PLANS
     panels = []

@@ -71,7 +71,8 @@ def _do(work: Callable[[Part], Result], part: Part, sending: Connection) -> None
 def _result(receiving: Connection, process: ForkServerProcess) -> Any:
     try:
         result = receiving.recv()
-    except EOFError:
+    except (EOFError, OSError):
+        # OSError: in the middle of what it sent.
         process.join()
         return LaunchFailed(f"the process that did it ended with {process.exitcode}")
     finally:

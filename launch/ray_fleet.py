@@ -243,17 +243,13 @@ def _order(config: OrchestratorConfig, worker_id: str, device: Device, redis_url
 
 def reach_of(config: OrchestratorConfig) -> str:
     """Where other machines find the orchestrator: "all" for whichever address this one has, "" for nowhere."""
-    if _is_on_all(config.host):
+    if reachable(config.host) != config.host:
         return "all"
     try:
         is_loopback = ipaddress.ip_address(config.host.strip("[]")).is_loopback
     except ValueError:
         is_loopback = config.host == "localhost"
     return "" if is_loopback else f"{config.host}:{config.port}"
-
-
-def _is_on_all(host: str) -> bool:
-    return host in ("0.0.0.0", "::")
 
 
 def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:

@@ -21,6 +21,8 @@ MAX_CELLS = 10_000
 # Without a word about streams: of a drawn fleet for each device, else in all.
 STREAMS_A_DEVICE = 4
 DEFAULT_STREAMS = 16
+# Tokens of a prompt.
+DEFAULT_PROMPT = 256
 # Joins the devices of one value, since a comma parts values.
 PLUS = "+"
 
@@ -38,7 +40,7 @@ class Cell:
     streams: int = 0
     replicas: int | None = None
     context: int = 0
-    prompt: int = 256
+    prompt: int = DEFAULT_PROMPT
     rate: float = 0.0
     churn: float = 0.0
     seconds: float = 0.0
@@ -89,7 +91,7 @@ def _number(value: Any) -> float:
 
 
 def _within(least: float, most: float) -> Callable[[Any], bool]:
-    return lambda value: math.isfinite(value) and least <= value <= most
+    return lambda value: least <= value <= most
 
 
 _OBJECTIVES = tuple(objective.value for objective in Objective)

@@ -187,6 +187,7 @@ class Agent:
                 self._told_reason = ""
                 logger.info("attached worker=%s orchestrator=%s", self._worker_id, join)
                 self._start(self._beat(first.welcome.heartbeat_interval_s))
+                self._start(self._dialer.keep_trying())
                 async for response in responses:
                     self._obey(response, stub)
                 raise ConnectionFailed("the orchestrator ended the stream")
@@ -295,8 +296,6 @@ class Agent:
             pipeline_id=command.pipeline_id, epoch=command.epoch, stage=command.stage, link_to_next=kind
         )
         self._report(links_opened=report)
-        if kind == "relay":
-            self._start(self._dialer.try_peers([command.stages[following]]))
 
     async def _carry(
         self, carrying: Coroutine[None, None, None], what: str, command: fleet_pb2.LoadShard | None = None

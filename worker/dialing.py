@@ -29,6 +29,9 @@ DIAL_TIMEOUT_S = 2.0
 PEER_TIMEOUT_S = 0.5
 # Long enough for a second try of the system: who is silent then is not waited for when a pipeline comes up in mid-answer.
 TRY_TIMEOUT_S = 2.5
+# A network that comes back tells nobody. Those that were silent last are tried, as the others may be gone for good.
+TRY_AGAIN_S = 10.0
+MAX_SILENT = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,7 @@ class Dialer:
     uplink_kind: of the latest link to the orchestrator.
     Invariant: `_silent` are the peers, by host, whose socket did not answer the latest dial, or trial, that there was time
     for: no word, not even a refusal. They are reached by way of the orchestrator until a trial finds that they answer.
+    At most MAX_SILENT, those that were last.
     """
 
     def __init__(
@@ -67,7 +71,7 @@ class Dialer:
         self._incarnation = incarnation
         self._deliver = deliver
         self.uplink_kind = ""
-        self._silent: set[tuple[str, str]] = set()
+        self._silent: dict[tuple[str, str], fleet_pb2.StageAddress] = {}
         self._is_shaped = profile.link != LinkProfile()
 
     def advertised_host(self) -> str:
@@ -137,9 +141,21 @@ class Dialer:
             return
         for peer in peers:
             if peer.socket_address and await answers(peer.socket_address, TRY_TIMEOUT_S):
-                self._silent.discard(_host(peer))
+                self._silent.pop(_host(peer), None)
             elif peer.socket_address:
-                self._silent.add(_host(peer))
+                self._remember_silent(peer)
+
+    async def keep_trying(self) -> None:
+        """Find out from time to time, until cancelled, who of the silent answers by now."""
+        while True:
+            await asyncio.sleep(TRY_AGAIN_S)
+            await self.try_peers(list(self._silent.values()))
+
+    def _remember_silent(self, peer: fleet_pb2.StageAddress) -> None:
+        self._silent.pop(_host(peer), None)
+        self._silent[_host(peer)] = peer
+        if len(self._silent) > MAX_SILENT:
+            del self._silent[next(iter(self._silent))]
 
     async def _dial_peer(self, peer: fleet_pb2.StageAddress, hello: flow_pb2.Frame) -> SocketLink | None:
         """None if it cannot be reached, which is remembered if it did not even refuse."""
@@ -148,7 +164,7 @@ class Dialer:
         if link is None:
             left_s = PEER_TIMEOUT_S - (time.monotonic() - began)
             if left_s <= 0.0 or not await answers(peer.socket_address, left_s):
-                self._silent.add(_host(peer))
+                self._remember_silent(peer)
         return link
 
     async def _reach_by_grpc(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from shoal import messages
 from shoal.errors import ConfigError, NotReady
 from shoal.types import DeviceMode, PipelineId, Telemetry
 from shoal.v1 import fleet_pb2
+from tests.support.architectures import options_of
 from tests.support.desk import Desk, make_desk
-from tests.support.shards import TinyModel
+from tests.support.shards import TinyModel, make_tiny_model
 
 P1, P2 = PipelineId("p1"), PipelineId("p2")
 # Longer than any state holds, and within the lease.
@@ -47,6 +49,19 @@ async def test_each_pipeline_loads_links_and_serves_by_itself(fleet_model: TinyM
     desk.bring_up("w0", "w2")
     assert desk.serving() == {"p1": ["w0", "w2"], "p2": ["w1", "w3"]}
     assert desk.epoch(P1) != desk.epoch(P2)
+
+
+async def test_chunks_have_borders_on_pipelines_of_models_with_wide_heads_alone(
+    fleet_model: TinyModel, tmp_path: Path
+) -> None:
+    wide = make_tiny_model(tmp_path, **options_of("gemma3 of wide heads"), weight_type="F16", layout="hf")
+    borders = []
+    for model in (fleet_model, wide):
+        desk = make_desk(model, expect_workers=1)
+        desk.join("w0")
+        desk.bring_up("w0")
+        borders.append(desk.engine.pipelines[P1].limits.chunk_border)
+    assert borders == [0, 32]
 
 
 async def test_a_load_command_names_the_stages_of_its_own_pipeline_alone(fleet_model: TinyModel) -> None:

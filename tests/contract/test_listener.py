@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import struct
 from collections.abc import AsyncIterator
@@ -113,6 +114,19 @@ async def test_a_socket_that_ends_in_its_hello_does_no_harm(peer: Peer) -> None:
 
     with await said(peer, pack_frame(make_hello())):
         assert (await asyncio.wait_for(peer.sockets.get(), WAIT_S))[0] == PIPELINE_ID
+
+
+async def test_a_peer_that_only_tried_whether_it_is_answered_is_nothing_to_warn_of(
+    peer: Peer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    (await said(peer)).close()
+
+    async with asyncio.timeout(WAIT_S):
+        while "no_link" not in caplog.text:
+            await asyncio.sleep(0.001)
+
+    assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
 
 
 async def test_a_socket_that_says_nothing_is_hung_up_on(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import signal
 import time
 
@@ -12,6 +13,7 @@ from shoal.types import LinkProfile
 from tests.support.kv_blocks import make_blocks, pack_stage
 from tests.support.redis import PATIENCE_S, command, redis_server, running_redis
 from tests.support.redis_tier import fetch, started, until, write
+from worker.kv.fetches import Found
 
 __all__ = ["redis_server"]
 
@@ -105,6 +107,23 @@ def test_a_slow_link_turns_fetching_off_by_itself(redis_server: EmbeddedRedis) -
         assert tier.status().read_mb_s == pytest.approx(1.0, rel=0.5)
         assert len(fetch(tier, blocks)) == 2
         assert tier.status().state == "ok"
+
+
+def test_blocks_that_are_wanted_at_the_same_time_come_over_a_slow_link_one_after_the_other(
+    redis_server: EmbeddedRedis,
+) -> None:
+    """Each takes a third of a second of it: all at once, each would seem to hang."""
+    blocks = make_blocks(8, name="at once")
+    with started(redis_server.url) as fast:
+        write(fast, blocks)
+    answers: queue.Queue[Found] = queue.Queue()
+    with started(redis_server.url, LinkProfile(rate_mbit_s=8.0)) as tier:
+        until(lambda: tier.status().state == "ok")
+        for block in blocks:
+            tier.fetch([block], PATIENCE_S, answers.put)
+        found = [answers.get(timeout=2 * PATIENCE_S) for _ in blocks]
+
+    assert [len(one) for one in found] == [1] * len(blocks)
 
 
 def test_a_link_of_which_too_much_was_hoped_gives_the_leading_blocks(redis_server: EmbeddedRedis) -> None:

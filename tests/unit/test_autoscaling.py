@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from launch import autoscaling
 from launch.autoscaling import LOOK_S, Autoscaler
 from launch.desk import Desk, Wanted
 from launch.scaling import SETTLE_S, UP_S, Bounds
@@ -23,6 +25,16 @@ try:
     time.sleep(60)
 except KeyboardInterrupt:
     Path({undone!r}).touch()
+"""
+
+
+UNWILLING = """
+import signal, time
+from pathlib import Path
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+Path({begun!r}).touch()
+time.sleep(60)
 """
 
 
@@ -120,3 +132,18 @@ def test_a_change_that_is_under_way_at_the_end_may_undo_what_it_has_begun(make_o
     office.scaler.stop()
 
     assert undone.exists()
+
+
+def test_a_change_that_does_not_end_is_not_waited_for(
+    make_office: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(autoscaling, "STOP_S", 0.01)
+    begun = tmp_path / "begun"
+    office = make_office(UNWILLING.format(begun=str(begun)))
+    office.fill()
+    until(begun.exists)
+    process = office.scaler._changing
+
+    office.scaler.stop()
+
+    assert process.returncode == -signal.SIGKILL

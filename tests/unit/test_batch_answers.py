@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import resource
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -98,6 +100,23 @@ def test_a_line_that_is_there_twice_is_told(tmp_path: Path) -> None:
 def test_a_second_batch_on_the_same_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     with AnswerFile(path), pytest.raises(ConfigError, match="another batch writes to it"), AnswerFile(path):
+        pass
+
+
+def test_a_file_that_another_batch_replaces_before_it_is_locked_is_not_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "answers.jsonl"
+    written(path, 1)
+    lock = fcntl.flock
+
+    def replace_and_lock(file: IO[bytes], operation: int) -> None:
+        (tmp_path / "sorted").write_bytes(path.read_bytes())
+        (tmp_path / "sorted").replace(path)
+        lock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", replace_and_lock)
+    with pytest.raises(ConfigError, match="another batch writes to it"), AnswerFile(path):
         pass
 
 

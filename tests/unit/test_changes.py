@@ -273,6 +273,19 @@ def test_two_changes_at_once_would_undo_each_other_so_the_second_is_refused(tmp_
         pass
 
 
+def test_where_there_is_no_fleet_a_change_leaves_no_trace(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="shoal up --on ray"), Desk(tmp_path / "home", PORT).changing():
+        pass
+
+    assert not (tmp_path / "home").exists()
+
+
+def test_what_another_program_left_about_cordons_is_nobody(tmp_path: Path, desk: AttendedDesk) -> None:
+    (tmp_path / "logs" / str(PORT) / "cordoned.json").write_text("5")
+
+    assert desk.cordoned == ()
+
+
 def test_what_another_program_left_on_the_desk_is_thrown_away(tmp_path: Path, desk: AttendedDesk) -> None:
     (tmp_path / "logs" / str(PORT) / "wanted.json").write_text('{"devices": 3')
 

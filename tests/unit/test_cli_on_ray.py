@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from cli.on_ray import On, RayChoice, choice_of, devices_of
+from cli.on_ray import Elsewhere, On, RayChoice, choice_of, devices_of
+from launch import changes
+from launch.desk import Desk
 from launch.local import LocalFleet
 from shoal.config import OrchestratorConfig
 from shoal.errors import ConfigError
 from tests.unit.conftest import Run
+
+if TYPE_CHECKING:
+    from launch.ray_fleet import RayDevices
 
 
 def test_a_fleet_of_this_machine_has_nothing_of_ray() -> None:
@@ -78,3 +85,17 @@ def test_without_ray_whoever_needs_it_says_how_to_install_it(
 
     assert ended.code == 1
     assert "pip install 'shoal[ray]'" in ended.err
+
+
+def test_whom_a_change_that_was_cut_short_has_left_cordoned_is_let_in_by_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet = LocalFleet(OrchestratorConfig(home=tmp_path), [], num_elsewhere=1)
+    desk = Desk(tmp_path, fleet.config.port)
+    left = {(fleet.address, desk): ["phone-1"]}
+    monkeypatch.setattr(changes, "let_in_after_others", lambda *whose: left.get(whose, []))
+    devices = cast("RayDevices", SimpleNamespace(hear=list, worker_ids=["phone-1"]))
+
+    Elsewhere(fleet, devices, desk, None).step()
+
+    assert "phone-1 was left cordoned" in capsys.readouterr().err

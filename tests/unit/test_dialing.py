@@ -13,7 +13,7 @@ from shoal.types import DeviceProfile
 from shoal.v1 import fleet_pb2, flow_pb2
 from tests.support.builders import make_profile
 from worker import dialing
-from worker.dialing import PEER_TIMEOUT_S, TRY_TIMEOUT_S, Dialer, Opened
+from worker.dialing import MAX_SILENT, PEER_TIMEOUT_S, TRY_AGAIN_S, TRY_TIMEOUT_S, Dialer, Opened
 from worker.links import SocketLink
 
 
@@ -123,6 +123,69 @@ async def test_a_peer_that_answers_a_trial_again_is_dialled_again(network: Netwo
 
     assert len(network.dials) == 2
     assert network.num_grpc == 1
+
+
+class Enough(Exception):
+    """Ends what goes on for ever."""
+
+
+async def test_those_that_are_silent_are_tried_from_time_to_time_until_they_answer(
+    network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+
+    async def wait(seconds: float) -> None:
+        waits.append(seconds)
+        network.is_silent = len(waits) < 2
+        if len(waits) == 4:
+            raise Enough
+
+    monkeypatch.setattr(dialing, "asyncio", SimpleNamespace(sleep=wait))
+    await network.reach()
+    network.trials.clear()
+
+    with pytest.raises(Enough):
+        await network.dialer.keep_trying()
+
+    assert waits == [TRY_AGAIN_S] * 4
+    assert network.trials == [("10.0.0.2:4000", TRY_TIMEOUT_S)] * 2
+
+
+async def test_a_peer_is_tried_at_the_address_that_it_was_told_to_have_last(
+    network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await network.attempt()
+    await network.attempt(address="10.0.0.2:5000")
+    network.trials.clear()
+
+    await _try_once(network, monkeypatch)
+
+    assert network.trials == [("10.0.0.2:5000", TRY_TIMEOUT_S)]
+
+
+async def test_of_very_many_that_are_silent_the_last_are_remembered(
+    network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (*range(MAX_SILENT), 0, *range(MAX_SILENT, MAX_SILENT + 2)):
+        await network.attempt(worker_id=f"w{number}", address=f"10.0.0.2:{number}")
+    network.trials.clear()
+
+    await _try_once(network, monkeypatch)
+
+    left = [*range(3, MAX_SILENT), 0, MAX_SILENT, MAX_SILENT + 1]
+    assert [address for address, _ in network.trials] == [f"10.0.0.2:{number}" for number in left]
+
+
+async def _try_once(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = iter([None])
+
+    async def wait(_: float) -> None:
+        if next(waits, Enough) is Enough:
+            raise Enough
+
+    monkeypatch.setattr(dialing, "asyncio", SimpleNamespace(sleep=wait))
+    with pytest.raises(Enough):
+        await network.dialer.keep_trying()
 
 
 async def test_a_device_that_may_not_reach_others_tries_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,11 @@ from orchestrator import measuring
 from orchestrator.core import refinement
 from orchestrator.core.figures import LinkFigures
 from orchestrator.measuring import MAX_WAIT_S, MEASURE_TIMEOUT_S, PROBE_TIMEOUT_S, RETRY_S
+from orchestrator.worker_session import WorkerSession
 from shoal.errors import InternalError, NotReady
 from shoal.types import WorkerId
 from shoal.v1 import fleet_pb2
-from tests.support.measured import NOW, Desk, make_lane, passed
+from tests.support.measured import NOW, Desk, make_lane, make_profile, passed
 from tests.support.shards import TinyModel, make_tiny_model
 from worker import profiling
 
@@ -42,6 +43,16 @@ def test_who_comes_and_those_that_are_there_try_each_other_though_they_hold_laye
         desk.commands(worker_id)
 
     assert desk.tries == {"a": ["b", "c"], "b": ["a", "c"], "c": ["a", "b"]}
+
+
+def test_who_has_no_link_yet_is_not_tried_by_those_that_come(desk: Desk) -> None:
+    desk.measuring.take_in(WorkerSession(fleet_pb2.Hello(worker_id="early")), make_profile())
+    for worker_id in "ab":
+        desk.join(worker_id)
+    for worker_id in "ab":
+        desk.commands(worker_id)
+
+    assert desk.tries == {"a": ["b"], "b": ["a"]}
 
 
 def test_a_device_that_was_measured_earlier_says_so_and_is_not_measured(desk: Desk) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
+import sys
 from pathlib import Path
 
 import psutil
@@ -21,6 +23,18 @@ def squared_or_killed(number: int) -> int:
     if number == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     return squared(number)
+
+
+def squared_though_interrupted(number: int) -> int:
+    os.kill(os.getpid(), signal.SIGINT)
+    return squared(number)
+
+
+def killed_in_mid_word(number: int) -> int:
+    sending = sys._getframe(1).f_locals["sending"]
+    os.write(sending.fileno(), struct.pack("!i", 100) + b"half of it")
+    os.kill(os.getpid(), signal.SIGKILL)
+    return number
 
 
 def id_then_asleep(part: tuple[Path, int]) -> int:
@@ -50,6 +64,17 @@ def test_a_process_that_is_killed_fails_its_own_part_and_no_other() -> None:
     assert isinstance(failed, LaunchFailed)
     assert "ended with -9" in failed.message
     assert results == {0: 1, 1: 4, 3: 16}
+
+
+def test_ctrl_c_that_its_terminal_sends_to_all_processes_ends_none_of_them_by_itself() -> None:
+    assert list(pool.each(squared_though_interrupted, [3], num_at_once=1)) == [(0, 9)]
+
+
+def test_a_process_that_is_killed_while_it_sends_its_result_fails_its_part() -> None:
+    [(place, failed)] = pool.each(killed_in_mid_word, [1], num_at_once=1)
+
+    assert place == 0
+    assert isinstance(failed, LaunchFailed)
 
 
 def test_whoever_is_under_way_ends_with_the_wait(tmp_path: Path) -> None:

@@ -56,6 +56,16 @@ def test_an_order_can_be_sent_as_json_with_the_text_of_a_file_in_it(tmp_path: Pa
     assert phone["join"] == "127.0.0.1:50070"
 
 
+@pytest.mark.parametrize(("host", "join"), [("0.0.0.0", "127.0.0.1:50070"), ("::", "[::1]:50070")])
+def test_devices_of_this_machine_reach_an_orchestrator_that_listens_on_all_addresses(
+    tmp_path: Path, host: str, join: str
+) -> None:
+    message = json.loads(json.dumps(make_devices(tmp_path, "phone", host=host).message(is_first=True)))
+    (device,) = message["devices"]
+
+    assert device["order"]["join"] == join
+
+
 def test_what_is_wanted_at_the_desk_is_taken_up_and_told_there(tmp_path: Path) -> None:
     devices = make_devices(tmp_path, "phone")
     desk = Desk(tmp_path, 50_070)
