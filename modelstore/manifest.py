@@ -12,6 +12,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 MANIFEST_VERSION = 2
+# onnxruntime adds up the products of wider heads in two parts, unless a block of keys has at most 64 columns. Blocks begin
+# at multiples of the processor's L2 / (32 head_dim), which is a multiple of 32 keys where L2 is one of 256 KiB (ADR 28).
+MAX_UNCUT_HEAD = 128
+WIDE_HEAD_BORDER = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,11 @@ class ModelConfig:
         weights = self.hidden_size * (2 * heads + 2 * kv_heads + 3 * ffn_size)
         # Scores and their sums: a multiplication for each of a token's heads and each token held, twice.
         return weights / (2 * heads)
+
+    @property
+    def chunk_border(self) -> int:
+        """No chunk of a prompt may cross a multiple of it, or logits would depend on how the prompt was cut; 0: any may."""
+        return WIDE_HEAD_BORDER if self.head_dim > MAX_UNCUT_HEAD else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,6 +176,7 @@ class Bringup:
             attention_tokens=self._manifest.config.attention_tokens,
             # A prompt that one stage has to compute, all have to.
             keeps_blocks=all(profile.host_kv_bytes > 0 for profile in profiles),
+            chunk_border=self._manifest.config.chunk_border,
         )
 
 

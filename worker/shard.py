@@ -31,7 +31,7 @@ class ShardRow:
 
     position: tokens the slot holds before; lower than its length rolls back. A chunk of a prompt must not be of one token,
     nor of one more than a multiple of 16: attention takes its rows by blocks, and one that is alone in its block as a
-    decode row is. Only a prompt of one token is.
+    decode row is. Only a prompt of one token is, or the last token of one behind a border that chunks must not cross.
     """
 
     slot: int

@@ -204,6 +204,8 @@ def chunk_size(num_left: int, room: int) -> int:
 
     Logits must not depend on how a prompt was cut, and a token that a kernel gets alone is rounded differently. So a prompt
     of two or more tokens never yields a chunk of one, nor one that is a token longer than a multiple of ATTENTION_BLOCK.
+    Where chunks have borders, num_left is what is before the next one: the last token of a prompt may be alone behind it,
+    and then is alone however the prompt is cut.
     """
     if num_left == 1:
         return 1 if room >= 1 else 0

@@ -11,11 +11,14 @@ from dataclasses import dataclass
 
 from orchestrator.core.slots import PAGE_TOKENS, round_down_to_page
 from shoal.errors import ConfigError, ContextExceeded, InvalidRequest
+from shoal.kv import BLOCK_TOKENS
 from shoal.types import DeviceMode
 
 # Kept free of decode rows while a prompt waits for its turn. With room for 4 tokens a chunk is always possible: the
 # worst case is 5 tokens left, cut into 3 and 2.
 PREFILL_ROOM_TOKENS = 4
+# Blocks end at borders, so that what is computed behind restored ones is never a token alone before the next border.
+CHUNK_BORDERS = (0, 16, 32, BLOCK_TOKENS)
 # Prompt tokens that warm a device about as much as a decode step of a full batch.
 STEP_TOKENS = 8
 # Reading what a slot holds costs a pass as much as the attention of so many tokens. Source: the default model, chunks of 2
@@ -38,7 +41,7 @@ class SchedulerLimits:
     smaller than this unless stages would be idle. mode: whom the pipeline is for. stage_costs: what each stage is expected
     to take before it is measured, 1 being the whole model at speed 1; empty: equal parts. attention_tokens: with so many
     tokens held, the attention of a token costs as much as all else of it; by default it costs nothing. keeps_blocks: all
-    stages keep KV blocks of prompts.
+    stages keep KV blocks of prompts. chunk_border: chunks of prompts end at its multiples at the latest; 0: anywhere.
     """
 
     num_stages: int
@@ -54,6 +57,7 @@ class SchedulerLimits:
     stage_costs: tuple[float, ...] = ()
     attention_tokens: float = math.inf
     keeps_blocks: bool = True
+    chunk_border: int = 0
 
     def __post_init__(self) -> None:
         checks = (
@@ -72,6 +76,13 @@ class SchedulerLimits:
         for name, value, minimum in checks:
             if value < minimum:
                 raise ConfigError(f"{name} is {value}; it must be at least {minimum}", field=name)
+        if self.chunk_border not in CHUNK_BORDERS:
+            allowed = ", ".join(str(border) for border in CHUNK_BORDERS)
+            raise ConfigError(f"chunk_border is {self.chunk_border}; it must be one of {allowed}", field="chunk_border")
+
+    def before_border(self, num_left: int, position: int) -> int:
+        """How many of num_left prompt tokens, the first of them at `position`, chunks may have until one has to end."""
+        return min(num_left, self.chunk_border - position % self.chunk_border) if self.chunk_border else num_left
 
     def work_of(self, num_tokens: float, position: float) -> float:
         """What tokens at a position cost, in tokens of a slot that holds nothing yet."""

@@ -333,7 +333,7 @@ class Scheduler:
             is_borrower = self.limits.is_reserved and sequence.qos is not QosClass.LATENCY
             if is_borrower and moment.has_latency and rank > moment.now:
                 continue
-            num_left = sequence.num_prompt_left
+            num_left = self.limits.before_border(sequence.num_prompt_left, sequence.num_dispatched)
             num_tokens = chunk_size(num_left, min(room, BORROWED_CHUNK_TOKENS) if is_borrower else room)
             if num_tokens == 0 and is_first and num_left <= INDIVISIBLE_TOKENS:
                 # Or the prompt would never end where there is room for two tokens at a time.

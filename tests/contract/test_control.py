@@ -197,7 +197,7 @@ async def test_a_worker_that_leaves_closes_its_pipeline_and_another_takes_reques
     await desk.control.wait_serving()
 
 
-async def test_a_device_kept_for_latency_joins_a_fleet_without_a_word_to_the_others(fleet_model: TinyModel) -> None:
+async def test_a_device_kept_for_latency_joins_a_fleet_and_the_others_only_hear_whom_to_dial(fleet_model: TinyModel) -> None:
     desk = make_desk(fleet_model)
     desk.join("w0")
     desk.bring_up("w0")
@@ -209,7 +209,7 @@ async def test_a_device_kept_for_latency_joins_a_fleet_without_a_word_to_the_oth
 
     assert desk.serving() == {"p1": ["w0"], "p2": ["w1"]}
     assert desk.epoch(P1) == epoch
-    assert desk.commands("w0") == []
+    assert [command.WhichOneof("command") for command in desk.commands("w0")] == ["try_peers"]
     assert [one.mode for one in desk.control.status().pipelines] == ["mixed", "latency"]
 
 

@@ -29,7 +29,15 @@ def content(answer: Generation) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize(
-    ("variant", "layout"), [("mistral", "gguf"), ("qwen2", "hf"), ("qwen3", "hf"), ("gemma3", "gguf"), ("pruned", "hf")]
+    ("variant", "layout"),
+    [
+        ("mistral", "gguf"),
+        ("qwen2", "hf"),
+        ("qwen3", "hf"),
+        ("gemma3", "gguf"),
+        ("gemma3 of wide heads", "hf"),
+        ("pruned", "hf"),
+    ],
 )
 async def test_three_devices_of_which_one_is_lost_answer_what_one_does(
     tmp_path: Path, variant: str, layout: str

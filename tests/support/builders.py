@@ -84,6 +84,7 @@ def make_limits(
     mode: DeviceMode = DeviceMode.MIXED,
     stage_costs: tuple[float, ...] = (),
     keeps_blocks: bool = True,
+    chunk_border: int = 0,
 ) -> SchedulerLimits:
     """Limits of a small pipeline; bursts are off unless asked for."""
     return SchedulerLimits(
@@ -99,6 +100,7 @@ def make_limits(
         mode=mode,
         stage_costs=stage_costs,
         keeps_blocks=keeps_blocks,
+        chunk_border=chunk_border,
     )
 
 

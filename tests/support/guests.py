@@ -32,9 +32,9 @@ class Guest:
     position: int = 0
     logits: list[Floats] = field(default_factory=list)
 
-    def next_tokens(self) -> list[int]:
+    def next_tokens(self, chain: ShardChain) -> list[int]:
         if self.position < len(self.token_ids):
-            return self.token_ids[self.position : self.position + self.chunk]
+            return self.token_ids[self.position : self.position + chain.before_border(self.chunk, self.position)]
         return [int(self.logits[-1].argmax())]
 
 
@@ -42,7 +42,7 @@ def run_together(chain: ShardChain, guests: Sequence[Guest], steps: int) -> None
     """Run all guests that have arrived in each step, prompts and answers mixed."""
     for step in range(steps):
         present = [guest for guest in guests if guest.arrives <= step]
-        pieces = [guest.next_tokens() for guest in present]
+        pieces = [guest.next_tokens(chain) for guest in present]
         ends = [guest.position + len(piece) for guest, piece in zip(present, pieces, strict=True)]
         wants = [end >= len(guest.token_ids) for guest, end in zip(present, ends, strict=True)]
         rows = [

@@ -65,10 +65,11 @@ def make_shape(manifest: Manifest, layers: LayerRange, *, num_slots: int = 4, sl
 
 
 class ShardChain:
-    """Shards that cover a model, run one after the other."""
+    """Shards that cover a model, run one after the other. chunk_border: of the model, see SchedulerLimits."""
 
-    def __init__(self, shards: Sequence[Shard]) -> None:
+    def __init__(self, shards: Sequence[Shard], chunk_border: int = 0) -> None:
         self.shards = tuple(shards)
+        self.chunk_border = chunk_border
 
     def run(self, rows: Sequence[ShardRow], token_ids: Sequence[int], *, solo: bool = False) -> Floats:
         """The logits [R, V] of a step."""
@@ -79,13 +80,18 @@ class ShardChain:
 
     def prefill(self, token_ids: Sequence[int], *, slot: int = 0, position: int = 0, chunk: int = 64) -> Floats:
         """The logits [V] after the last of these tokens, taken in chunks."""
-        logits = np.empty(0, np.float32)
-        for start in range(0, len(token_ids), chunk):
-            piece = token_ids[start : start + chunk]
-            row = ShardRow(slot, position + start, len(piece), wants_logits=start + chunk >= len(token_ids))
+        logits, start = np.empty(0, np.float32), 0
+        while start < len(token_ids):
+            piece = token_ids[start : start + self.before_border(chunk, position + start)]
+            row = ShardRow(slot, position + start, len(piece), wants_logits=start + len(piece) == len(token_ids))
             logits = self.run([row], piece)
+            start += len(piece)
         result: Floats = logits[0]
         return result
+
+    def before_border(self, chunk: int, position: int) -> int:
+        """How much of a chunk of a prompt may be run at once."""
+        return min(chunk, self.chunk_border - position % self.chunk_border) if self.chunk_border else chunk
 
     def decode(self, token_id: int, position: int, *, slot: int = 0, solo: bool = False) -> Floats:
         """The logits [V] after one more token."""
@@ -123,7 +129,7 @@ def open_chain(
         graph = build_shard_graph(manifest, layers, accuracy_level=accuracy_level)
         shape = make_shape(manifest, layers, num_slots=num_slots, slot_tokens=slot_tokens)
         shards.append(open_shard(shape, graph, blob_directory, num_threads=num_threads))
-    return ShardChain(shards)
+    return ShardChain(shards, manifest.config.chunk_border)
 
 
 def whole_prompt_logits(manifest: Manifest, blob_directory: Path, token_ids: Sequence[int]) -> Floats:

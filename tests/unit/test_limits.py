@@ -12,7 +12,7 @@ from orchestrator.core.limits import KV_READ_TOKENS, SchedulerLimits
 from shoal.errors import ConfigError, ContextExceeded, InvalidRequest
 from tests.support.builders import make_limits
 
-OTHERS = ("mode", "stage_costs", "attention_tokens", "keeps_blocks")
+OTHERS = ("mode", "stage_costs", "attention_tokens", "keeps_blocks", "chunk_border")
 NUMBERS = [one.name for one in fields(SchedulerLimits) if one.name not in OTHERS]
 
 
@@ -25,6 +25,12 @@ def test_a_limit_of_nothing_is_a_configuration_error_that_names_it(name: str) ->
 def test_attention_cannot_cost_less_than_nothing() -> None:
     with pytest.raises(ConfigError, match="attention_tokens is 0; it must be at least 1"):
         replace(make_limits(), attention_tokens=0)
+
+
+@pytest.mark.parametrize("border", [-32, 1, 24, 128])
+def test_a_border_that_blocks_do_not_end_at_is_a_configuration_error(border: int) -> None:
+    with pytest.raises(ConfigError, match=f"chunk_border is {border}; it must be one of 0, 16, 32, 64"):
+        make_limits(chunk_border=border)
 
 
 def test_an_empty_prompt_is_refused() -> None:

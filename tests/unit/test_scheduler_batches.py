@@ -62,6 +62,14 @@ class TestPrefill:
         scheduler.submit(make_sequence(num_prompt=65), 0.0)
         assert sizes(schedule_all(scheduler)) == [[63], [2]]
 
+    def test_chunks_end_at_borders_even_if_one_token_is_left_behind_the_last(self) -> None:
+        scheduler = Scheduler(make_limits(num_stages=2, chunk_border=32))
+        scheduler.submit(make_sequence(num_prompt=65), 0.0)
+        batches = schedule_all(scheduler)
+        assert sizes(batches) == [[32], [32], [1]]
+        assert [batch.rows[0].is_sampled for batch in batches] == [False, False, True]
+        assert [batch.num_decode_rows for batch in batches] == [0, 0, 0]
+
     def test_a_prompt_of_one_token_is_a_chunk_of_one(self) -> None:
         scheduler = Scheduler(make_limits())
         scheduler.submit(make_sequence(num_prompt=1), 0.0)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from orchestrator.core.admission import MAX_PREEMPTIONS
-from orchestrator.core.batch import Batch, Emitted, SampledId
+from orchestrator.core.batch import Batch, BatchRow, Emitted, SampledId
 from orchestrator.core.limits import STEP_TOKENS, Pace, SchedulerLimits
 from orchestrator.core.qos import outranks
 from orchestrator.core.restores import Restore
@@ -57,6 +57,7 @@ limits_strategy = st.builds(
     burst_steps=st.integers(1, 6),
     min_rows=st.integers(1, 4),
     keeps_blocks=st.sampled_from([True, True, True, False]),
+    chunk_border=st.sampled_from([0, 16, 32]),
     mode=st.sampled_from(DeviceMode),
 )
 
@@ -219,7 +220,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_prompt = len(sequence.prompt_token_ids)
             assert not sequence.is_restoring
             assert row.is_start == (row.position == sequence.num_restored)
-            assert row.num_tokens >= 2 or num_prompt == 1
+            self.check_borders(row, num_prompt)
             assert row.is_sampled == (row.position + row.num_tokens == num_prompt)
         if batch.is_solo:
             assert len(rows) == 1
@@ -229,6 +230,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.scheduler.num_waiting == 0
             assert not any(self.find(row.run_id).num_to_replay for row in decode)
         self.check_steps(batch, pace)
+
+    def check_borders(self, row: BatchRow, num_prompt: int) -> None:
+        """No chunk crosses a border; one of a single token is a prompt, or the last of one behind a border."""
+        border = self.limits.chunk_border or num_prompt
+        assert row.position // border == (row.position + row.num_tokens - 1) // border
+        assert row.num_tokens >= 2 or (row.position % border == 0 and row.position == num_prompt - 1)
 
     def check_steps(self, batch: Batch, pace: Pace) -> None:
         """Batches come in order, and not more of them in a time than the pace allows."""
