@@ -32,6 +32,7 @@ Requantize = Annotated[
     typer.Option("--requantize", help="Also of weights that the file has quantised, if they get fewer bits, or none."),
 ]
 
+DEFAULT = "int8"
 DEFAULT_TARGET = "1%"
 _TARGET = re.compile(r"(\d+(?:\.\d*)?) ?%")
 # Twice the perplexity is no loss that anybody asks for.
@@ -64,8 +65,14 @@ class Chosen:
             self.choice = choose(variants, self._target, num_cores(), lambda text: self._update(0, 0, text))
         return Precisions(self.choice.layers, is_forced=self._is_forced)
 
-    def tell(self) -> None:
-        """Say on stderr what auto chose and measured."""
+    def tell(self, quantization: str) -> None:
+        """Say on stderr what auto chose and measured, or that what was asked for changed nothing.
+
+        quantization: what the stored weights are, as the manifest says it.
+        """
+        asked = self._quantize not in (DEFAULT, "auto") and not self._is_forced
+        if asked and " as " not in quantization:
+            note(f"Weights stay {quantization}, as the file has them: --requantize is for those, too.", style="")
         if self.choice is not None:
             for line in describe(self.choice):
                 note(line, style="")

@@ -28,6 +28,8 @@ WIDTH_OF_A_LOG = 200
 # Where nobody watches, a line about how far something is comes so often.
 LOG_S = 10.0
 
+# Of an error, which may quote a file at length.
+MAX_ERROR_CHARS = 2000
 # Longer lines are hard to read, however wide a terminal is.
 SENTENCE_WIDTH = 100
 
@@ -47,7 +49,8 @@ def console(*, stderr: bool = False) -> Console:
 
 def say(text: RenderableType = "", *, style: str = "") -> None:
     """Print a line or a table on stdout."""
-    console().print(text, style=style, soft_wrap=isinstance(text, str))
+    plain = text.translate(_CONTROLS) if isinstance(text, str) else text
+    console().print(plain, style=style, soft_wrap=isinstance(text, str))
 
 
 def tell(text: str, indent: int = 0) -> None:
@@ -60,7 +63,7 @@ def tell(text: str, indent: int = 0) -> None:
 
 def note(text: str, *, style: str = "dim") -> None:
     """Print a line beside the result: on stderr."""
-    console(stderr=True).print(text, style=style, soft_wrap=True)
+    console(stderr=True).print(text.translate(_CONTROLS), style=style, soft_wrap=True)
 
 
 def write_text(text: str) -> None:
@@ -70,8 +73,12 @@ def write_text(text: str) -> None:
 
 
 def report(error: ShoalError) -> None:
-    """Print an error as one line on stderr, and a second one with what to do where the error does not say."""
-    print(f"error: {error.message}", file=sys.stderr)  # noqa: T201
+    """Print an error as one line on stderr, and a second one with what to do where the error does not say.
+
+    An error may quote files, models and servers: nothing in it commands the terminal.
+    """
+    message = " ".join(error.message[:MAX_ERROR_CHARS].splitlines()).translate(_CONTROLS)
+    print(f"error: {message}", file=sys.stderr)  # noqa: T201
     hint = _HINTS.get(type(error))
     if hint:
         print(f"hint: {hint}", file=sys.stderr)  # noqa: T201

@@ -135,6 +135,8 @@ def _curves_panel(sheet: Curves) -> Panel:
             axes.xaxis.set_minor_locator(NullLocator())
             axes.xaxis.set_major_locator(FixedLocator(_rate_ticks([x for one in sheet.curves for x, _ in one.points])))
             axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+        elif all(float(x).is_integer() for one in sheet.curves for x, _ in one.points):
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if sheet.is_log_y:
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))

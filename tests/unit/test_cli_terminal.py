@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.errors import ContextExceeded
+from cli.terminal import MAX_ERROR_CHARS, note, report, say
+from shoal.errors import ContextExceeded, UnsupportedModel
 from tests.support.commands import RunningCommand, start_shoal
 from tests.support.fake_server import ENDLESS, HELLO, FakeServer, accepted, chat_of, delta, finished
 from tests.support.server_thread import WAIT_S
@@ -67,3 +68,22 @@ def test_control_characters_of_a_model_do_not_reach_a_terminal(open_terminal: Ca
         terminal = open_terminal("generate", "hi", "--server", server.address)
 
         terminal.read_until("a]0;ownedb")
+
+
+def test_what_files_and_models_say_comes_without_controls_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = "a\x1b]0;owned\x07\x9b2Jb"
+    say(hostile)
+    note(hostile)
+    report(UnsupportedModel(hostile))
+
+    printed = capsys.readouterr()
+    assert printed.out == "a]0;owned2Jb\n"
+    assert printed.err == "a]0;owned2Jb\nerror: a]0;owned2Jb\n"
+
+
+def test_an_error_is_one_line_of_bounded_length_whatever_it_quotes(capsys: pytest.CaptureFixture[str]) -> None:
+    report(UnsupportedModel("architecture a\r\nb\u2028c is not supported" + "x" * 100_000))
+
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: architecture a b c is not supported")
+    assert len(line) <= len("error: ") + MAX_ERROR_CHARS
