@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
-from modelstore.blob_writer import sync_folder
+from modelstore.file_lock import sync_folder
 from shoal.errors import ConfigError, StorageFull
 
 

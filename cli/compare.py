@@ -71,13 +71,9 @@ def _cut(a: Manifest, b: Manifest, path: Path | None, max_tokens: int) -> Text:
     from orchestrator.tokenizer import Tokenizer
 
     content = shipped_text() if path is None else read_text(path)
+    window_tokens = min(WINDOW_TOKENS, a.config.context_tokens, b.config.context_tokens)
     first, second = (
-        cut_text(
-            content,
-            Tokenizer(manifest.tokenizer),
-            window_tokens=min(WINDOW_TOKENS, manifest.config.context_tokens),
-            max_tokens=max_tokens,
-        )
+        cut_text(content, Tokenizer(manifest.tokenizer), window_tokens=window_tokens, max_tokens=max_tokens)
         for manifest in (a, b)
     )
     if first.token_ids.tolist() != second.token_ids.tolist():

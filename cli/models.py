@@ -1,4 +1,4 @@
-"""`shoal models`: pull, import, list, show, verify and remove stored models."""
+"""`shoal models`: pull, import, list, show, verify, compare and remove stored models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from modelstore.manifest import Manifest
     from modelstore.store import ModelStore
 
-app = typer.Typer(no_args_is_help=True, help="Pull, import, list, show, verify and remove models.")
+app = typer.Typer(no_args_is_help=True, help="Pull, import, list, show, verify, compare and remove models.")
 
 Home = Annotated[Path | None, typer.Option(help="Where models are kept. [env SHOAL_HOME]", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -66,9 +66,9 @@ def pull_model(
         with progress(f"pull {name}") as update:
             chosen = Chosen(quantize, target_loss, is_forced=requantize, update=update)
             manifest = pull_from_hub(store, name, stored_as, update, precisions=chosen)
-        chosen.tell()
+        chosen.tell(manifest.quantization)
     else:
-        if stored_as or requantize or quantize != "int8":
+        if stored_as or requantize or target_loss or quantize != "int8":
             raise InvalidRequest(
                 "model", f"{name} is stored as it is, under this name: options are for models of the hub"
             )
@@ -95,7 +95,7 @@ def import_model(
         manifest = open_store(home).import_model(
             path, name, precisions=chosen, progress=update, chat_template=chosen_template(template)
         )
-    chosen.tell()
+    chosen.tell(manifest.quantization)
     note(_summary(manifest), style="")
 
 
@@ -109,12 +109,17 @@ def list_models(json: Json = False, home: Home = None) -> None:
     stored = [_describe(store, name) for name in names]
     others = [entry for name, entry in CATALOG.items() if name not in names]
     if json:
-        write_json({"stored": stored, "can_be_pulled": [_entry_fields(entry) for entry in others]})
+        unfinished = store.unfinished()
+        write_json(
+            {"stored": stored, "unfinished": unfinished, "can_be_pulled": [_entry_fields(entry) for entry in others]}
+        )
         return
     if stored:
         say(_table(TITLES, [_row(fields) for fields in stored]))
     if any("error" in fields for fields in stored):
         say("\nwhat cannot be read was made by another version or is damaged: pull or import it again")
+    for name in store.unfinished():
+        say(f"\n{name} is unfinished: import or pull it again to go on, or `shoal models remove {name}`")
     if stored and others:
         say()
     if others:
@@ -130,7 +135,8 @@ def show_model(name: Stored, json: Json = False, home: Home = None) -> None:
         write_json(fields)
         return
     for key, value in fields.items():
-        say(f"{key.replace('_', ' ')}: {format_bytes(value) if key.endswith('_bytes') else value}")
+        shown = format_bytes(value) if key.endswith("_bytes") else _plain(value)
+        say(f"{key.replace('_', ' ')}: {shown}")
 
 
 @app.command("verify")
@@ -151,10 +157,16 @@ def remove_model(name: Stored, home: Home = None) -> None:
 
 
 def chosen_template(wanted: str) -> str:
-    """The text of a chat template that is asked for; empty if none is."""
+    """The text of a chat template that is asked for; empty if none is. Raises InvalidRequest if it is no template."""
     from modelstore.hf_template import user_template
 
-    return user_template(wanted) if wanted else ""
+    if not wanted:
+        return ""
+    from orchestrator.template_sandbox import check_template
+
+    template = user_template(wanted)
+    check_template(template)
+    return template
 
 
 def open_store(home: Path | None) -> ModelStore:
@@ -200,6 +212,12 @@ def _row(fields: dict[str, Any]) -> tuple[str, ...]:
     size, digest = format_bytes(fields["num_bytes"]), fields["digest"][:12]
     origin = _short_source(fields["source"])
     return (fields["name"], f"{what}\n{origin}", size, digest, fields["license"] or "not stated")
+
+
+def _plain(value: str | int) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value) or "-"
 
 
 def _short_source(source: str) -> str:

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from orchestrator.tokenizer import Tokenizer
 from shoal.errors import InvalidRequest
 
+# Far more than judging takes minutes for; as tokens they take 70 bytes each.
+MAX_TEXT_CHARS = 4 << 20
 # A prediction needs a token before it.
 MIN_WINDOW_TOKENS = 2
 
@@ -76,11 +78,15 @@ def shipped_text() -> str:
 
 
 def read_text(path: Path) -> str:
-    """Raises InvalidRequest for a file that is no text."""
+    """Raises InvalidRequest for a file that is no text, or too much of it."""
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_TEXT_CHARS + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest("text", f"{path} cannot be read as UTF-8 text: {error}") from error
+    if len(text) > MAX_TEXT_CHARS:
+        raise InvalidRequest("text", f"{path} has more than {MAX_TEXT_CHARS:,} characters: give a part of it")
+    return text
 
 
 def cut_text(text: str, tokenizer: Tokenizer, *, window_tokens: int, max_tokens: int) -> Text:
@@ -90,9 +96,14 @@ def cut_text(text: str, tokenizer: Tokenizer, *, window_tokens: int, max_tokens:
 
 
 def cut_tokens(token_ids: Sequence[int], prefix: Sequence[int], window_tokens: int, max_tokens: int) -> Text:
-    """Cut tokens into windows of at most window_tokens, each with the prefix in front; a rest of one token is left out."""
+    """Cut tokens into windows of at most window_tokens, each with the prefix in front; a rest of one token is left out.
+
+    Raises InvalidRequest if there is nothing to predict.
+    """
     taken = token_ids[:max_tokens]
     step = window_tokens - len(prefix)
+    if step < 1:
+        raise InvalidRequest("model", f"a context of {window_tokens} tokens is too short to judge a text by")
     pieces = [[*prefix, *taken[start : start + step]] for start in range(0, len(taken), step)]
     windows = tuple(np.array(piece, np.int64) for piece in pieces if len(piece) >= MIN_WINDOW_TOKENS)
     if not windows:

@@ -11,7 +11,6 @@ import hashlib
 import os
 from collections.abc import Iterable
 from io import BufferedRandom
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,15 +82,6 @@ class BlobWriter:
         for index, line in enumerate(np.ascontiguousarray(lines)):
             self._file.seek(entry.offset + index * line_bytes + start)
             self._file.write(line.data)
-
-
-def sync_folder(folder: Path) -> None:
-    """Put the names in a folder on disk, so that a rename outlives a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _row_axis(array_name: str, is_lookup: bool) -> int:

@@ -1,4 +1,4 @@
-"""Locks between processes on a file that stays behind empty; the system frees them when their holder ends or dies.
+"""Locks between processes on a file that stays behind empty, freed when their holder ends or dies; and names kept on disk.
 
 Used by the store and by `pull`, so that two imports or downloads of one name do not write into each other's files, and
 nobody removes what somebody else is about to use.
@@ -7,6 +7,7 @@ nobody removes what somebody else is about to use.
 from __future__ import annotations
 
 import fcntl
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,3 +37,12 @@ def _locked(path: Path, kind: int, on_wait: Callable[[], None]) -> Iterator[None
             on_wait()
             fcntl.flock(file, kind)
         yield
+
+
+def sync_folder(folder: Path) -> None:
+    """Put the names in a folder on disk, so that a rename outlives a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

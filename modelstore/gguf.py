@@ -32,8 +32,8 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         parts = find_parts(path)
-        self._maps = tuple(map_file(part, MIN_FILE_BYTES, "a GGUF file") for part in parts)
-        headers = [read_header(mapped, part.name) for mapped, part in zip(self._maps, parts, strict=True)]
+        self._maps = {part: map_file(part, MIN_FILE_BYTES, "a GGUF file") for part in parts}
+        headers = [read_header(mapped, part.name) for part, mapped in self._maps.items()]
         require_agreement(parts, headers)
         keys = headers[0].keys
         architecture = find_gguf(keys)
@@ -46,7 +46,7 @@ class GgufFile:
         self.license = license_name if isinstance(license_name, str) else ""
         self.tensors: Mapping[str, SourceTensor] = {
             place.name: SourceTensor(place.name, place.type, place.shape, place.view(np.frombuffer(mapped, np.uint8)))
-            for mapped, header in zip(self._maps, headers, strict=True)
+            for mapped, header in zip(self._maps.values(), headers, strict=True)
             for place in header.places
         }
 
@@ -56,7 +56,10 @@ class GgufFile:
         return commonest_type(self.tensors.values())
 
     def release(self) -> None:
-        """Let the system take back the memory of all that has been read so far; it can be read again."""
+        """Let the system take back the memory of all that has been read so far; it can be read again.
+
+        Raises BadModelFile if a file has become shorter.
+        """
         release(self._maps)
 
     def close(self) -> None:

@@ -30,6 +30,7 @@ from modelstore.store import (
     full_disk_explained,
     ignore_progress,
     require_free_space,
+    require_name,
 )
 from shoal.errors import (
     BadModelFile,
@@ -74,6 +75,8 @@ def pull_from_hub(
     repository = hub.look_up()
     files = choose(target, repository.files)
     name = name or target.stored_name(files)
+    # Before anything is downloaded for it.
+    require_name(name)
     source = f"hf:{target.repository}@{repository.commit}" + (f":{files[0].name}" if is_gguf(files) else "")
     folder = store.root / "downloads" / f"hf--{target.repository.replace('/', '--')}--{repository.commit}"
     lock = exclusive_lock(folder.with_name(folder.name + ".lock"), lambda: progress(0, 0, "waiting for another pull"))
@@ -143,6 +146,8 @@ class _Hub:
         errors, repository = self._client.errors, self._target.repository
         try:
             yield
+        except errors.HFValidationError as error:
+            raise InvalidRequest("model", f"{repository} is no name of the hub's: {_first_line(error)}") from error
         except errors.GatedRepoError as error:
             raise PullFailed(
                 f"{repository} is given to those who accepted its terms: accept them at https://huggingface.co/"

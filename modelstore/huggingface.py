@@ -69,7 +69,10 @@ class HfModel:
         return commonest_type(self.tensors.values())
 
     def release(self) -> None:
-        """Let the system take back the memory of all that has been read so far; it can be read again."""
+        """Let the system take back the memory of all that has been read so far; it can be read again.
+
+        Raises BadModelFile if a file has become shorter.
+        """
         for file in self._files:
             file.release()
 

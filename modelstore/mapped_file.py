@@ -10,7 +10,7 @@ import mmap
 import os
 import stat
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,11 +54,19 @@ def map_file(path: Path, min_bytes: int, what: str) -> mmap.mmap:
         raise BadModelFile(f"{path} cannot be read: {reason}") from error
 
 
-def release(maps: Iterable[mmap.mmap]) -> None:
-    """Let the system take back the memory of all that has been read so far; it can be read again."""
+def release(maps: Mapping[Path, mmap.mmap]) -> None:
+    """Let the system take back the memory of all that has been read so far; it can be read again.
+
+    Raises BadModelFile for a file that has become shorter: reading on would end the process, with SIGBUS.
+    """
     # Of whole mappings, since reading a page also maps its neighbours, which may lie in a tensor already done with.
-    if sys.platform != "win32":
-        for mapped in maps:
+    for path, mapped in maps.items():
+        if mapped.size() < len(mapped):
+            raise BadModelFile(
+                f"{path.name} has become shorter while it was read, from {len(mapped)} to {mapped.size()} bytes: "
+                "start again when nothing writes to it"
+            )
+        if sys.platform != "win32":
             mapped.madvise(mmap.MADV_DONTNEED)
 
 

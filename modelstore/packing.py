@@ -120,8 +120,8 @@ class Packer:
         digest = hashlib.sha256(json.dumps(facts).encode())
         for tensor in plan.tensors:
             for chunk in _row_chunks(tensor):
-                digest.update(np.ascontiguousarray(chunk.raw).data)
                 self._model.release()
+                digest.update(np.ascontiguousarray(chunk.raw).data)
         return digest.hexdigest()
 
     def _tensor(self, name: str) -> SourceTensor:
@@ -221,11 +221,11 @@ class Packer:
         for part in parts:
             is_anew = self._as_packed(part, precision).type != part.type
             for rows in _row_chunks(part):
+                self._model.release()
                 chunk = as_floats(rows) if is_anew else rows
                 packed = pack(chunk)
                 self._note_rounding(chunk, packed, precision)
                 yield packed
-                self._model.release()
 
     def _note_rounding(self, source: SourceTensor, packed: PackedLinear, precision: str) -> None:
         if is_exact(source.type, precision):
@@ -243,8 +243,8 @@ def require_packable_tensors(model: SourceModel) -> None:
     """
     for tensor in model.tensors.values():
         for chunk in _row_chunks(tensor):
-            require_packable(chunk)
             model.release()
+            require_packable(chunk)
 
 
 def write_rope(writer: BlobWriter, config: ModelConfig, factors: SourceTensor | None = None) -> None:

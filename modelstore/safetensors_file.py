@@ -49,8 +49,11 @@ class SafetensorsFile:
         return self.content[place.offset : place.offset + place.num_bytes]
 
     def release(self) -> None:
-        """Let the system take back the memory of all that has been read so far; it can be read again."""
-        release((self._map,))
+        """Let the system take back the memory of all that has been read so far; it can be read again.
+
+        Raises BadModelFile if the file has become shorter.
+        """
+        release({self.path: self._map})
 
 
 def _read_places(mapped: mmap.mmap, file_name: str) -> list[TensorPlace]:

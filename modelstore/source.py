@@ -65,6 +65,9 @@ class SourceModel(Protocol):
     def tensors(self) -> Mapping[str, SourceTensor]: ...
 
     def release(self) -> None:
-        """Let the system take back the memory of all that has been read so far; it can be read again."""
+        """Let the system take back the memory of all that has been read so far; it can be read again.
+
+        To be called before each piece that is read. Raises BadModelFile if a file has become shorter.
+        """
 
     def close(self) -> None: ...

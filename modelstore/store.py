@@ -18,8 +18,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from modelstore.blob_writer import BlobWriter, sync_folder
-from modelstore.file_lock import exclusive_lock, shared_lock
+from modelstore.blob_writer import BlobWriter
+from modelstore.file_lock import exclusive_lock, shared_lock, sync_folder
 from modelstore.formats import open_model
 from modelstore.manifest import BlobEntry, Manifest, from_json, parse_blob, to_fields, to_json
 from modelstore.packing import BlobPlan, Packer, require_packable_tensors
@@ -72,7 +72,7 @@ class ModelStore:
         or who chooses it. An import that was interrupted goes on where it was; damaged blobs are replaced. Raises
         BadModelFile, UnsupportedModel, StorageFull, InvalidRequest.
         """
-        _require_name(name)
+        require_name(name)
         opened = open_model(origin) if isinstance(origin, Path) else nullcontext(origin)
         with opened as model:
             require_packable_tensors(model)
@@ -121,6 +121,10 @@ class ModelStore:
         """The names of the stored models, whether sound or not."""
         return tuple(sorted(path.parent.name for path in self.root.glob("models/*/manifest.json")))
 
+    def unfinished(self) -> tuple[str, ...]:
+        """The names of imports that were interrupted, or are under way: they have blobs, but no model yet."""
+        return tuple(sorted({path.stem for path in self.root.glob("partial/*.json")} - {*self.names()}))
+
     def blob_path(self, digest: str) -> Path:
         if not _DIGEST.fullmatch(digest):
             raise CorruptBlob(f"{digest!r} is not the digest of a blob: import or pull the model again")
@@ -147,14 +151,16 @@ class ModelStore:
     def remove(self, name: str, progress: Progress = ignore_progress) -> int:
         """Delete a model, sound or not, and all blobs that no other model or unfinished import names; return their bytes.
 
-        Waits for imports that are under way. Raises ModelNotFound.
+        Also what an import that did not finish has of it. Waits for imports that are under way. Raises ModelNotFound.
         """
-        if name not in self.names():
+        if name not in (*self.names(), *self.unfinished()):
             known = ", ".join(self.names()) or "none yet"
             raise ModelNotFound(f"there is no model {name} in {self.root}; stored are: {known}", field="model")
         with exclusive_lock(self._blobs_lock, lambda: progress(0, 0, "waiting for an import to end")):
-            shutil.rmtree(self._manifest_path(name).parent)
-            self._notes_path(name).unlink(missing_ok=True)
+            if name in self.names():
+                shutil.rmtree(self._manifest_path(name).parent)
+            for kind in ("json", "text", "blob"):
+                self._partial_path(name, kind).unlink(missing_ok=True)
             named = self._named_blobs()
             unused = [path for path in self.root.glob("blobs/*") if path.name not in named]
             freed = sum(path.stat().st_size for path in unused)
@@ -286,7 +292,8 @@ def _printable(text: str) -> str:
     return "".join(character for character in text if character.isprintable())[:MAX_TEXT]
 
 
-def _require_name(name: str) -> None:
+def require_name(name: str) -> None:
+    """Raise InvalidRequest for a name that no model can be stored under."""
     if not _NAME.fullmatch(name):
         raise InvalidRequest(
             "name", f"{name!r} must be 1 to 100 of a-z, A-Z, 0-9, '.', '_', '-', and start with no sign"

@@ -33,6 +33,7 @@ from orchestrator.served import ServedRequests
 from orchestrator.server import InferenceServicer, drain
 from orchestrator.session_homes import FileHome, RedisHome
 from orchestrator.sessions import SessionStore
+from orchestrator.template_process import TemplateProcess
 from orchestrator.tokenizer import Tokenizer
 from orchestrator.trails import Trails
 from orchestrator.typed_ahead import TypedAhead
@@ -115,6 +116,7 @@ class Orchestrator:
         self._names = BlockNames(manifest.digest, self._secret, self._link)
         self._catalogue = Catalogue(self._link, manifest.config.num_layers)
         self._trails = Trails(self._link)
+        self._templates = TemplateProcess()
         self._warmer = Warmer(self._engine)
         likely = LikelyPrefixes()
         self._typed_ahead = TypedAhead(self._engine, self._catalogue, likely)
@@ -151,6 +153,7 @@ class Orchestrator:
             # What told the network of us tells it that we go.
             await asyncio.wait(watching, timeout=CLOSE_S)
             served.close()
+            self._templates.close()
             self._control.stop()
             self._planning.shutdown(wait=False, cancel_futures=True)
             await server.stop(CLOSE_S)
@@ -191,7 +194,7 @@ class Orchestrator:
             ) from error
 
     def _add_services(self, server: grpc.aio.Server, served: ServedRequests) -> InferenceServicer:
-        tokenizer = Tokenizer(self._manifest.tokenizer)
+        tokenizer = Tokenizer(self._manifest.tokenizer, self._templates.run)
         targets = QosTargets(ttft_s=self._config.ttft_ms / 1e3, inter_token_s=self._config.inter_token_ms / 1e3)
         decoder = RequestDecoder(self._manifest, tokenizer, self._names, QosClass(self._config.qos), targets)
         inference = InferenceServicer(

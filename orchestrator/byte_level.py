@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from modelstore.manifest import Splitting, TokenizerData
 from modelstore.pre_tokenizers import DIGIT_PATTERN, GPT2_PATTERN, PRE_TOKENIZERS
 from modelstore.tokenizer_rules import USER_DEFINED, parsed_merges, plain_tokens
-from shoal.errors import UnsupportedModel
+from shoal.errors import InvalidRequest, UnsupportedModel
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -57,8 +57,17 @@ class ByteLevelBpe:
         )
 
     def encode(self, text: str, *, has_space_before: bool) -> list[int]:
-        """Return the ids of text in which control tokens are not parsed; byte-level text has no space put in front."""
-        token_ids: list[int] = self._bpe.encode(text, add_special_tokens=False).ids
+        """Return the ids of text in which control tokens are not parsed; byte-level text has no space put in front.
+
+        Raises InvalidRequest for a text that the model's patterns find no end in: the library tries so long, and no longer.
+        """
+        try:
+            token_ids: list[int] = self._bpe.encode(text, add_special_tokens=False).ids
+        except BaseException as error:
+            # What the library's Rust code gives up with is no Exception, and its class cannot be imported.
+            if type(error).__name__ != "PanicException":
+                raise
+            raise InvalidRequest("input", f"the model's tokenizer gave up on this text: {error}") from error
         return token_ids
 
     def token_bytes(self, token: str, kind: int) -> bytes:

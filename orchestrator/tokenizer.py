@@ -13,8 +13,9 @@ from functools import cached_property, partial
 from modelstore.manifest import TokenizerData
 from modelstore.tokenizer_rules import BYTE_LEVEL, SENTENCE_PIECES, UNUSED, USER_DEFINED, control_ids, require_kind
 from orchestrator.byte_level import ByteLevelBpe
-from orchestrator.chat import ChatTemplate
+from orchestrator.chat import ChatTemplate, RunTemplate
 from orchestrator.sentence_pieces import SentencePieces
+from orchestrator.template_sandbox import run_template
 from orchestrator.token_search import TokenSearch, stand_ins
 from shoal.errors import BadModelFile
 
@@ -40,8 +41,11 @@ class Tokenizer:
     whatever it holds. stop_ids: the tokens that end an answer.
     """
 
-    def __init__(self, data: TokenizerData) -> None:
-        """Raise UnsupportedModel for a kind that is not built here, BadModelFile for data that is no tokenizer."""
+    def __init__(self, data: TokenizerData, run: RunTemplate = run_template) -> None:
+        """run: how the chat template is run.
+
+        Raise UnsupportedModel for a kind that is not built here, BadModelFile for data that is no tokenizer.
+        """
         _check(data)
         self._data = data
         self._bos_id = data.bos_id if data.add_bos else None
@@ -54,7 +58,10 @@ class Tokenizer:
             ByteLevelBpe(data) if data.kind == BYTE_LEVEL else SentencePieces(data)
         )
         self._chat = ChatTemplate(
-            data.chat_template, bos_token=_token_text(data, data.bos_id), eos_token=_token_text(data, data.eos_id)
+            data.chat_template,
+            bos_token=_token_text(data, data.bos_id),
+            eos_token=_token_text(data, data.eos_id),
+            run=run,
         )
         named = [control[name] for name in END_OF_TURN_TOKENS if name in control]
         self.stop_ids = frozenset([*named, *data.end_ids, *([] if data.eos_id is None else [data.eos_id])])

@@ -154,6 +154,8 @@ class OrchestratorConfig:
 
     def __post_init__(self) -> None:
         _check_ranges(self)
+        if self.context_tokens == 1:
+            raise _refusal("context_tokens", 1, "0 or at least 2: a token of a prompt and one of its answer")
         _check_choice("qos", self.qos, [qos.value for qos in QosClass])
         _check_choice("objective", self.objective, [objective.value for objective in Objective])
         if self.lease_s <= self.heartbeat_s:

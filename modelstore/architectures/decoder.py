@@ -64,6 +64,8 @@ END_TENSORS = {
     "output.weight": TensorSpec("lm_head.weight", "VE"),
 }
 ROPE_FACTORS = "rope_freqs.weight"
+# One of a prompt, one of its answer.
+MIN_CONTEXT_TOKENS = 2
 # Of onnxruntime's GroupQueryAttention with rotary embedding inside, as measured with 1.32: docs/adr/0028.
 HEAD_MULTIPLE, MAX_EXACT_HEAD, WIDE_HEAD = 16, 128, 256
 
@@ -241,6 +243,8 @@ def _require_groups(fields: Fields, name: str, num_heads: int, num_kv_heads: int
 
 def _require_operators(config: ModelConfig) -> ModelConfig:
     """Raise UnsupportedModel for what onnxruntime's attention cannot compute on a CPU, or not the same for any company."""
+    if config.context_tokens < MIN_CONTEXT_TOKENS:
+        raise BadModelFile("the context is 1 token, which has no room for a prompt and an answer")
     for base in (config.rope_base, config.local_rope_base):
         if 0 < base <= 1:
             raise BadModelFile(f"the rotary base is {base}; it must be above 1")

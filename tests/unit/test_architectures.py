@@ -184,6 +184,7 @@ def test_a_config_that_asks_for_other_arithmetic_is_refused(name: str, entries: 
         ({"num_attention_heads": 3}, "not a multiple of 2 KV heads"),
         ({"rope_theta": math.inf}, "rope_theta is inf"),
         ({"rope_theta": 1.0}, "rotary base is 1.0"),
+        ({"max_position_embeddings": 1}, "the context is 1 token"),
         (
             {
                 "rope_scaling": {

@@ -80,6 +80,15 @@ def test_a_long_text_is_cut_with_a_note(run: Run, file: Path, text: Path) -> Non
     assert "20 tokens of text" in outcome.out
 
 
+def test_models_with_other_contexts_are_judged_in_the_shorter_one(run: Run, tmp_path: Path, text: Path) -> None:
+    for name, context in (("long", 256), ("short", 24)):
+        imported(run, write_tiny_gguf(tmp_path / f"{name}.gguf", context=context, **FLOATS), name)
+    outcomes = [
+        run("models", "compare", *names, "--text", str(text)) for names in (("long", "short"), ("short", "long"))
+    ]
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes[0].err
+
+
 def test_an_empty_text_is_refused(run: Run, file: Path, tmp_path: Path) -> None:
     imported(run, file, "a")
     empty = tmp_path / "empty.txt"

@@ -106,6 +106,35 @@ def test_a_file_that_cannot_be_read_is_one_clear_line(run: Run, tmp_path: Path) 
     assert outcome.err.startswith("error: model.bin is a PyTorch file")
 
 
+def test_a_model_is_shown_in_words(run: Run, store: ModelStore, tiny: Path) -> None:
+    store.import_model(tiny, "tiny")
+
+    lines = run("models", "show", "tiny").out.splitlines()
+    assert {"architecture: llama", "accepted terms: -", "has chat template: yes"} <= set(lines)
+
+
+@pytest.mark.parametrize(("weight_type", "option", "is_told"), [
+    ("Q4_0", "--quantize=int4", True), ("Q4_0", "--quantize=int8", False), ("F32", "--quantize=int4", False),
+])  # fmt: skip
+def test_what_an_option_does_not_change_is_told(
+    run: Run, tmp_path: Path, weight_type: str, option: str, is_told: bool
+) -> None:
+    path = write_tiny_gguf(tmp_path / "some.gguf", weight_type=weight_type)
+
+    told = run("models", "import", str(path), "--name", "mine", option).err
+    assert (f"Weights stay {weight_type}, as the file has them" in told) is is_told
+
+
+def test_a_chat_template_that_is_none_is_refused_before_the_import(run: Run, store: ModelStore, tiny: Path) -> None:
+    broken = tiny.parent / "broken.jinja"
+    broken.write_text("{% for message in messages %}{{ message }")
+
+    outcome = run("models", "import", str(tiny), "--name", "mine", "--chat-template", str(broken))
+
+    assert (outcome.code, list(store.names())) == (1, [])
+    assert outcome.err.startswith("error: chat_template: is no template: ")
+
+
 def test_terms_that_nobody_accepted_are_told_with_the_command_that_does(run: Run) -> None:
     outcome = run("models", "pull", "gemma3-270m")
 
@@ -132,7 +161,9 @@ def test_the_default_model_has_no_terms_that_would_stop_it(
     assert "smollm2-135m is under the licence Apache-2.0" in outcome.err
 
 
-@pytest.mark.parametrize("option", [("--name", "mine"), ("--quantize", "int4"), ("--requantize",)])
+@pytest.mark.parametrize(
+    "option", [("--name", "mine"), ("--quantize", "int4"), ("--requantize",), ("--target-ppl-loss", "5%")]
+)
 def test_options_that_a_model_of_the_catalogue_would_not_heed_are_refused(run: Run, option: tuple[str, ...]) -> None:
     outcome = run("models", "pull", "smollm2-135m", *option)
 

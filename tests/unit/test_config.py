@@ -74,6 +74,7 @@ def test_overrides_may_be_texts_or_whole_numbers_for_decimals() -> None:
         ("SHOAL_USE_SOCKETS", "maybe", r"use_sockets = 'maybe' is not allowed; it must be one of 1, true"),
         ("SHOAL_MODEL", " ", r"model = ' ' is not allowed; it must be a text that is not empty"),
         ("SHOAL_MAX_SEQUENCES", "0", r"max_sequences = '0' is not allowed; it must be from 1 to 1024"),
+        ("SHOAL_CONTEXT_TOKENS", "1", r"context_tokens = '1' is not allowed; it must be 0 or at least 2"),
         ("SHOAL_CHUNK_TOKENS", "7", r"chunk_tokens = '7' is not allowed; it must be from 8 to 4096"),
         ("SHOAL_TTFT_MS", "0", r"ttft_ms = '0.0' is not allowed; it must be more than 0 and at most \d"),
         (

@@ -57,3 +57,14 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
 
 def test_the_shipped_text_is_a_few_pages() -> None:
     assert 10_000 < len(shipped_text()) < 20_000
+
+
+def test_a_text_without_an_end_is_refused_at_a_bound() -> None:
+    with pytest.raises(InvalidRequest, match=r"/dev/zero has more than [0-9,]+ characters: give a part of it"):
+        read_text(Path("/dev/zero"))
+
+
+@pytest.mark.parametrize("prefix", [[1], [1, 2]])
+def test_a_context_that_the_begin_of_a_text_fills_is_refused(prefix: list[int]) -> None:
+    with pytest.raises(InvalidRequest, match="a context of 1 tokens is too short"):
+        cut_tokens([5, 6, 7], prefix, window_tokens=1, max_tokens=100)

@@ -213,6 +213,22 @@ def test_a_name_that_another_model_has_is_not_taken_from_it(pull: Pull, store: M
     assert pull(NAME, "other").name == "other"
 
 
+@pytest.mark.parametrize("name", ["../tiny", "my tiny", "-tiny", "x" * 101])
+def test_a_name_that_cannot_be_stored_is_refused_before_anything_is_fetched(
+    pull: Pull, hub: HubState, name: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=r"name: .* must be 1 to 100 of"):
+        pull(NAME, name)
+    assert hub.asked == []
+
+
+@pytest.mark.parametrize("wanted", ["hf:-x/b", "hf:a/.b", "hf:./b", "hf:a--b/c", f"hf:a/{'b' * 100}", "hf:a/b.git"])
+def test_a_name_that_the_hub_itself_cannot_have_is_refused(pull: Pull, hub: HubState, wanted: str) -> None:
+    with pytest.raises(InvalidRequest, match="is no name of the hub's"):
+        pull(wanted)
+    assert hub.asked == []
+
+
 def test_a_connection_that_is_cut_costs_only_the_rest(
     pull: Pull, hub: HubState, monkeypatch: pytest.MonkeyPatch
 ) -> None:

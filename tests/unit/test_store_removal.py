@@ -149,3 +149,30 @@ def test_what_a_file_says_of_itself_cannot_command_a_terminal(store: ModelStore,
     manifest = store.import_model(path, "tiny")
     assert manifest.source == "[2Ja.gguf"
     assert manifest.license == "mit]0;x" + "y" * 293
+
+
+def test_what_an_interrupted_import_has_left_can_be_removed(store: ModelStore, tiny: Path) -> None:
+    with subprocess.Popen(
+        (sys.executable, "-c", IMPORT_SCRIPT, str(tiny), str(store.root)), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert any(line == b"head\n" for line in process.stdout)
+        process.kill()
+    assert store.names() == ()
+    assert store.unfinished() == ("other",)
+    left = sum(path.stat().st_size for path in store.root.glob("blobs/*"))
+    assert left
+
+    assert store.remove("other") == left
+    assert store.unfinished() == ()
+    assert {path.name for path in store.root.glob("*/*")} == {".blobs.lock", "other.lock"}
+
+
+@pytest.mark.parametrize("name", ["../tiny", "../models/tiny/manifest", "", "nobody"])
+def test_only_what_is_in_the_store_is_removed(store: ModelStore, tiny: Path, name: str) -> None:
+    store.import_model(tiny, "tiny")
+    (store.root / "tiny.json").write_text("{}")
+    with pytest.raises(ModelNotFound):
+        store.remove(name)
+    assert (store.root / "tiny.json").exists()
+    store.verify("tiny")

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from modelstore.manifest import Splitting
 from orchestrator.tokenizer import Tokenizer
-from shoal.errors import BadModelFile, UnsupportedModel
+from shoal.errors import BadModelFile, InvalidRequest, UnsupportedModel
 from tests.support import bpe_reference
 from tests.support.vocabulary import (
     CONTROL_TOKENS,
@@ -221,3 +221,10 @@ def test_a_model_without_control_tokens_has_none_to_parse() -> None:
     tokenizer = Tokenizer(data)
     assert tokenizer.decode(tokenizer.encode("<|im_end|>", add_special=True)) == "<|im_end|>"
     assert tokenizer.stop_ids == frozenset()
+
+
+def test_a_text_that_a_models_pattern_finds_no_end_in_is_the_requests_error() -> None:
+    tokenizer = Tokenizer(make_tokenizer_data(splitting=Splitting(("(a+)+$",))))
+    assert tokenizer.encode("hello", add_special=False) == ids_of("hello")
+    with pytest.raises(InvalidRequest, match="tokenizer gave up on this text"):
+        tokenizer.encode("a" * 60 + "!", add_special=False)

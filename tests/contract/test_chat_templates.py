@@ -1,0 +1,111 @@
+"""Chat templates run the same here and in a process of their own, which alone bounds what a hostile one may take."""
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from modelstore.chat_templates import CHAT_TEMPLATES
+from orchestrator.template_process import TemplateProcess
+from orchestrator.template_sandbox import MAX_REASON_CHARS, run_template
+from shoal.errors import InvalidRequest
+from tests.support.tiny_gguf import CHAT_TEMPLATE
+
+Run = Callable[[str, Mapping[str, object]], str]
+
+# Some of the bounds that are used, so that a hostile template costs a test little.
+MAX_CPU_S = 0.5
+MAX_MEMORY_BYTES = 256 << 20
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[TemplateProcess]:
+    process = TemplateProcess(max_cpu_s=MAX_CPU_S, max_memory_bytes=MAX_MEMORY_BYTES)
+    yield process
+    process.close()
+
+
+@pytest.fixture(params=["here", "process"])
+def run(request: pytest.FixtureRequest, process: TemplateProcess) -> Run:
+    return run_template if request.param == "here" else process.run
+
+
+def names(*contents: str) -> dict[str, object]:
+    messages = [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(contents)]
+    return {"messages": messages, "tools": None, "add_generation_prompt": True, "bos_token": "<s>", "eos_token": "</s>"}
+
+
+@pytest.mark.parametrize("source", [CHAT_TEMPLATE, *CHAT_TEMPLATES.values()])
+def test_a_template_writes_the_same_text_in_a_process(process: TemplateProcess, source: str) -> None:
+    conversation = names("a\nb\u2028\x00", "ação 😀 \ue000", '"quoted" {{ no code }}')
+    assert process.run(source, conversation) == run_template(source, conversation)
+
+
+def test_what_a_template_says_is_shown_in_one_short_line_without_controls(run: Run) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        run("{{ raise_exception('\\x1b[2J\\nroles must alternate' + 'x' * 5000) }}", names("a"))
+    prefix, _, reason = caught.value.message.partition("refused these messages: ")
+    assert prefix.startswith("chat.messages: ")
+    assert reason.startswith(" [2J roles must alternate")
+    assert reason.isprintable()
+    assert len(reason) == MAX_REASON_CHARS
+
+
+def test_half_a_character_of_the_templates_own_is_no_text(run: Run) -> None:
+    with pytest.raises(InvalidRequest, match="half a character"):
+        run("{{ '\\ud800' }}", names("\ud801"))
+
+
+def test_half_a_character_that_stands_for_another_is_kept(run: Run) -> None:
+    assert run("{{ messages[0].content }}", names("\ud801")) == "\ud801"
+
+
+def test_a_text_that_no_prompt_could_be_is_refused(run: Run) -> None:
+    with pytest.raises(InvalidRequest, match="it writes 16777217 characters"):
+        run("{{ 'x' * (16 * 1024 * 1024 + 1) }}", names("a"))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+        "{{ '%200000000d' % 1 }}{{ '%200000000d' % 1 }}{{ '%200000000d' % 1 }}",
+        "{{ 7 ** (7 ** 11) }}",
+    ],
+)
+def test_a_template_without_an_end_is_ended(process: TemplateProcess, source: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"processor time|MemoryError"):
+        process.run(source, names("a"))
+    assert process.run("{{ bos_token }}", names("a")) == "<s>"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ('x' * 10 ** 10) | length }}",
+        "{{ 'x'.ljust(10 ** 12) | length }}",
+        "{% set ns = namespace(x='x' * 1024) %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+        "{{ ('a' * 100000).replace('a', 'b' * 100000) | length }}",
+    ],
+)
+def test_a_template_without_bounds_on_memory_is_refused(process: TemplateProcess, source: str) -> None:
+    with pytest.raises(InvalidRequest, match="MemoryError"):
+        process.run(source, names("a"))
+    assert process.run("{{ bos_token }}", names("a")) == "<s>"
+
+
+def test_a_process_that_was_killed_is_replaced() -> None:
+    process = TemplateProcess()
+    assert process.run("{{ 1 + 1 }}", names("a")) == "2"
+    assert process._process is not None
+    process._process.kill()
+    process._process.wait()
+    assert process.run("{{ 1 + 1 }}", names("a")) == "2"
+    process.close()
+
+
+def test_threads_get_their_own_answers(process: TemplateProcess) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        texts = threads.map(lambda index: process.run("{{ messages[0].content }}", names(str(index))), range(100))
+        assert list(texts) == [str(index) for index in range(100)]
