@@ -13,14 +13,15 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 from modelstore.blob_writer import BlobWriter
 from modelstore.file_lock import exclusive_lock, shared_lock, sync_folder
 from modelstore.formats import open_model
+from modelstore.in_use import blobs_in_use, marked
 from modelstore.manifest import BlobEntry, Manifest, from_json, parse_blob, to_fields, to_json
 from modelstore.packing import BlobPlan, Packer, require_packable_tensors
 from modelstore.requantize import Precisions
@@ -113,6 +114,16 @@ class ModelStore:
             raise CorruptBlob(f"{path} has been changed since it was written: import or pull {name} again")
         return manifest
 
+    @contextmanager
+    def serving(self, name: str) -> Iterator[Manifest]:
+        """Open a model whose blobs stay until the end of the block, whatever is removed or imported meanwhile."""
+        with ExitStack() as stack:
+            # Between opening and marking nobody may remove it.
+            with shared_lock(self._blobs_lock, lambda: None):
+                manifest = self.open(name)
+                stack.enter_context(marked(self.root, manifest))
+            yield manifest
+
     def list(self) -> Sequence[Manifest]:
         """All models by name; raises CorruptBlob if a manifest is damaged."""
         return [self.open(name) for name in self.names()]
@@ -151,22 +162,33 @@ class ModelStore:
     def remove(self, name: str, progress: Progress = ignore_progress) -> int:
         """Delete a model, sound or not, and all blobs that no other model or unfinished import names; return their bytes.
 
-        Also what an import that did not finish has of it. Waits for imports that are under way. Raises ModelNotFound.
+        Also what an import that did not finish has of it. Waits for imports that are under way. Raises ModelNotFound, and
+        InvalidRequest for a model that is being served.
         """
         if name not in (*self.names(), *self.unfinished()):
             known = ", ".join(self.names()) or "none yet"
             raise ModelNotFound(f"there is no model {name} in {self.root}; stored are: {known}", field="model")
         with exclusive_lock(self._blobs_lock, lambda: progress(0, 0, "waiting for an import to end")):
+            served = blobs_in_use(self.root)
             if name in self.names():
+                self._require_unserved(name, served)
                 shutil.rmtree(self._manifest_path(name).parent)
             for kind in ("json", "text", "blob"):
                 self._partial_path(name, kind).unlink(missing_ok=True)
-            named = self._named_blobs()
+            named = self._named_blobs().union(*served.values())
             unused = [path for path in self.root.glob("blobs/*") if path.name not in named]
             freed = sum(path.stat().st_size for path in unused)
             for path in unused:
                 path.unlink()
         return freed
+
+    def _require_unserved(self, name: str, served: Collection[str]) -> None:
+        try:
+            is_served = self.open(name).digest in served
+        except CorruptBlob:
+            return
+        if is_served:
+            raise InvalidRequest("model", f"{name} is being served from {self.root}: stop its fleet first")
 
     def _named_blobs(self) -> set[str]:
         """All digests in manifests and notes, also in those that this program cannot read otherwise."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -96,7 +97,9 @@ class Orchestrator:
             discovery.require()
         home = Path(config.home)
         self._store = ModelStore(home)
-        manifest = self._store.open(config.model)
+        # Ends with this object, or with the process.
+        self._serving = ExitStack()
+        manifest = self._serving.enter_context(self._store.serving(config.model))
         self._engine = Engine(TenantLedger(parse_weights(config.tenant_weights)))
         self._hub = FlowHub(
             self._engine.on_frame, lambda worker_id, message: self._control.link_lost(worker_id, message)
@@ -165,6 +168,7 @@ class Orchestrator:
             if self._link is not None:
                 await self._link.close()
             await self._hub.stop()
+            self._serving.close()
 
     async def _announce(self, port: int) -> None:
         if self._config.discoverable:

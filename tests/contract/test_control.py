@@ -197,7 +197,9 @@ async def test_a_worker_that_leaves_closes_its_pipeline_and_another_takes_reques
     await desk.control.wait_serving()
 
 
-async def test_a_device_kept_for_latency_joins_a_fleet_and_the_others_only_hear_whom_to_dial(fleet_model: TinyModel) -> None:
+async def test_a_device_kept_for_latency_joins_a_fleet_and_the_others_only_hear_whom_to_dial(
+    fleet_model: TinyModel,
+) -> None:
     desk = make_desk(fleet_model)
     desk.join("w0")
     desk.bring_up("w0")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from modelstore.store import ModelStore
-from shoal.errors import CorruptBlob, ModelNotFound
+from shoal.errors import CorruptBlob, InvalidRequest, ModelNotFound
 from tests.support.tiny_gguf import write_tiny_gguf
 
 IMPORT_SCRIPT = """
@@ -176,3 +176,42 @@ def test_only_what_is_in_the_store_is_removed(store: ModelStore, tiny: Path, nam
         store.remove(name)
     assert (store.root / "tiny.json").exists()
     store.verify("tiny")
+
+
+def test_a_model_that_is_served_is_not_removed_until_that_ends(store: ModelStore, tiny: Path) -> None:
+    store.import_model(tiny, "tiny")
+    with store.serving("tiny"), store.serving("tiny") as manifest:
+        with pytest.raises(InvalidRequest, match=r"tiny is being served from .*: stop its fleet first"):
+            store.remove("tiny")
+        assert store.has_blobs(manifest)
+    store.remove("tiny")
+    assert [*store.root.glob("blobs/*")] == [*store.root.glob("served/*")] == []
+
+
+def test_what_a_served_model_was_replaced_by_leaves_it_its_blobs(store: ModelStore, tmp_path: Path) -> None:
+    first, second = (write_tiny_gguf(tmp_path / f"{seed}.gguf", seed=seed) for seed in (1, 2))
+    store.import_model(first, "tiny")
+    store.import_model(first, "other")
+    with store.serving("tiny") as served:
+        newer = store.import_model(second, "tiny")
+        with pytest.raises(InvalidRequest, match="other is being served"):
+            store.remove("other")
+        store.remove("tiny")
+        assert store.has_blobs(served)
+        assert not store.has_blobs(newer)
+
+
+def test_a_process_that_served_and_was_killed_keeps_nothing(store: ModelStore, tiny: Path) -> None:
+    store.import_model(tiny, "tiny")
+    program = (
+        "import sys, pathlib; from modelstore.store import ModelStore\n"
+        "with ModelStore(pathlib.Path(sys.argv[1])).serving('tiny'): print(flush=True); sys.stdin.read()"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen((sys.executable, "-c", program, str(store.root)), stdin=pipe, stdout=pipe) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        with pytest.raises(InvalidRequest):
+            store.remove("tiny")
+        process.kill()
+    assert store.remove("tiny")
