@@ -56,6 +56,7 @@ def pull_model(
     quantize: Quantize = "int8",
     target_loss: TargetLoss = "",
     requantize: Requantize = False,
+    template: Template = "",
     home: Home = None,
 ) -> None:
     """Get a model of the catalogue or of the Hugging Face hub; goes on where an earlier try was interrupted."""
@@ -63,12 +64,13 @@ def pull_model(
     if name.startswith("hf:"):
         from modelstore.hub import pull_from_hub
 
+        chat_template = chosen_template(template)
         with progress(f"pull {name}") as update:
             chosen = Chosen(quantize, target_loss, is_forced=requantize, update=update)
-            manifest = pull_from_hub(store, name, stored_as, update, precisions=chosen)
+            manifest = pull_from_hub(store, name, stored_as, update, precisions=chosen, chat_template=chat_template)
         chosen.tell(manifest.quantization)
     else:
-        if stored_as or requantize or target_loss or quantize != "int8":
+        if stored_as or requantize or target_loss or template or quantize != "int8":
             raise InvalidRequest(
                 "model", f"{name} is stored as it is, under this name: options are for models of the hub"
             )

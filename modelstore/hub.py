@@ -61,13 +61,14 @@ def pull_from_hub(
     progress: Progress = ignore_progress,
     *,
     precisions: Precisions | Choose = DEFAULT,
+    chat_template: str = "",
     endpoint: str | None = None,
 ) -> Manifest:
     """Get a model such as hf:ORG/REPO, hf:ORG/REPO@REVISION or hf:ORG/REPO:FILE.gguf; at once if it is stored already.
 
     name: to store it under, by default the repository's or the file's. A pull that was interrupted goes on where it was.
-    endpoint: the hub's address; by default what HF_ENDPOINT says. Raises InvalidRequest with the files to choose from,
-    ModelNotFound, PullFailed, StorageFull, and what an import raises.
+    chat_template: in place of the model's own. endpoint: the hub's address; by default what HF_ENDPOINT says. Raises
+    InvalidRequest with the files to choose from, ModelNotFound, PullFailed, StorageFull, and what an import raises.
     """
     target = HubName.parse(wanted)
     hub = _Hub(target, endpoint)
@@ -82,14 +83,20 @@ def pull_from_hub(
     lock = exclusive_lock(folder.with_name(folder.name + ".lock"), lambda: progress(0, 0, "waiting for another pull"))
     with full_disk_explained(store.root), lock:
         stored = _find_stored(store, name, source)
-        if stored is not None:
+        if stored is not None and chat_template in ("", stored.tokenizer.chat_template):
             return stored
         _require_space(folder, files)
         origin = folder / files[0].name if is_gguf(files) else folder
         try:
             _fetch(hub, repository.commit, files, folder, progress)
             manifest = store.import_model(
-                origin, name, source=source, license=repository.license, progress=progress, precisions=precisions
+                origin,
+                name,
+                source=source,
+                license=repository.license,
+                chat_template=chat_template,
+                progress=progress,
+                precisions=precisions,
             )
         except (BadModelFile, UnsupportedModel):
             # The bytes are as announced, so that others will not come.

@@ -200,6 +200,17 @@ def test_a_stored_model_is_not_fetched_again(pull: Pull, hub: HubState) -> None:
     assert hub.asked == []
 
 
+def test_a_model_that_is_stored_with_another_chat_template_gets_the_one_that_is_asked_for(
+    store: ModelStore, hub: HubState
+) -> None:
+    for template in ("{{ 'a' }}", "{{ 'b' }}"):
+        pull_from_hub(store, NAME, chat_template=template, endpoint=hub.url)
+        assert store.list()[0].tokenizer.chat_template == template
+    hub.asked.clear()
+    pull_from_hub(store, NAME, endpoint=hub.url)
+    assert (hub.asked, store.list()[0].tokenizer.chat_template) == ([], "{{ 'b' }}")
+
+
 def test_a_newer_commit_is_fetched(pull: Pull, hub: HubState) -> None:
     pull()
     hub.commit = "f" * 40
