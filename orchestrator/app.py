@@ -156,10 +156,11 @@ class Orchestrator:
             # What told the network of us tells it that we go.
             await asyncio.wait(watching, timeout=CLOSE_S)
             served.close()
-            self._templates.close()
             self._control.stop()
             self._planning.shutdown(wait=False, cancel_futures=True)
             await server.stop(CLOSE_S)
+            # Nobody asks for one any more.
+            self._templates.close()
             await journal.stop()
             await self._trails.stop()
             await self._conversations.stop()

@@ -252,9 +252,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
 
 async def decoded(decode: Callable[[], T], request: Message, num_history: int = 0) -> T:
-    """Decode a request, which may go on from so many tokens of a session; a long one in another thread."""
+    """Decode a request, which may go on from so many tokens of a session.
+
+    In another thread if it is long, or a chat: that waits for the process of templates, which has its time.
+    """
     is_long = request.ByteSize() + num_history * HISTORY_TOKEN_BYTES > LONG_REQUEST_BYTES
-    return await asyncio.to_thread(decode) if is_long else decode()
+    is_chat = request.WhichOneof("input") == "chat"
+    return await asyncio.to_thread(decode) if is_long or is_chat else decode()
 
 
 def _grown(text: TextStream, event: TokenEvent) -> tuple[inference_pb2.Delta, FinishReason | None]:

@@ -10,17 +10,20 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping
 
 from orchestrator.template_sandbox import FIELD, refused, run_template
-from shoal.errors import InvalidRequest
+from shoal.errors import InvalidRequest, NotReady
 
 # Templates of real models take a millisecond and some megabytes.
 MAX_CPU_S = 1.0
 MAX_MEMORY_BYTES = 512 << 20
+# By the clock, far above what a busy machine makes of the time above: for a process that was stopped, which uses none.
+MAX_WAIT_S = 10.0
 
 
 class TemplateProcess:
@@ -28,12 +31,15 @@ class TemplateProcess:
 
     def __init__(self, *, max_cpu_s: float = MAX_CPU_S, max_memory_bytes: int = MAX_MEMORY_BYTES) -> None:
         self._bounds = (str(max_cpu_s), str(max_memory_bytes))
-        self._process: subprocess.Popen[bytes] | None = None
+        self._running: _Running | None = None
         # Long requests are decoded in threads, and an answer must go to who asked.
         self._turn = threading.Lock()
 
     def run(self, source: str, names: Mapping[str, object]) -> str:
-        """As `run_template`; InvalidRequest also for a template that takes more than the bounds."""
+        """As `run_template`; InvalidRequest also for a template that takes more than the bounds.
+
+        Raises NotReady if the process gives no sign, for no fault of the template's.
+        """
         request = json.dumps([source, names]).encode() + b"\n"
         with self._turn:
             line = self._ask(request)
@@ -45,44 +51,58 @@ class TemplateProcess:
 
     def close(self) -> None:
         """End the process; the next run would start another."""
-        if self._process is not None:
-            _end(self._process)
-            self._process = None
+        running, self._running = self._running, None
+        if running is not None:
+            running.end()
 
     def _ask(self, request: bytes) -> bytes:
-        if self._process is not None and self._process.poll() is not None:
+        if self._running is not None and self._running.process.poll() is not None:
             self.close()
-        process = self._process = self._process or self._start()
-        assert process.stdin is not None, "started with pipes"
-        assert process.stdout is not None, "started with pipes"
-        line = b""
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(request)
-            process.stdin.flush()
-            line = process.stdout.readline()
+        running = self._running = self._running or _Running(self._bounds)
+        try:
+            line = running.ask(request)
+        except TimeoutError as error:
+            self.close()
+            raise NotReady(
+                f"the process that runs the model's chat template gave no sign for {MAX_WAIT_S:g} s and is replaced: "
+                "send the request again"
+            ) from error
         if line.endswith(b"\n"):
             return line
-        code = process.wait()
+        code = running.process.wait()
         self.close()
         took = (
             "more processor time than it may" if code == -signal.SIGPROF else f"its process with it (exit code {code})"
         )
         raise refused(f"it took {took}; use another template (shoal models import --chat-template)")
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "orchestrator.template_process", *self._bounds]
-        # Out of reach of the terminal's Ctrl-C: it ends when its input does.
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
 
+class _Running:
+    """The process, and our end of what it reads and writes: a socket, for pipes have no bound on waiting."""
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    for pipe in (process.stdin, process.stdout):
-        # What was not written any more is of no use.
-        with contextlib.suppress(BrokenPipeError):
-            if pipe is not None:
-                pipe.close()
-    process.wait()
+    def __init__(self, bounds: tuple[str, ...]) -> None:
+        self._ours, theirs = socket.socketpair()
+        self._ours.settimeout(MAX_WAIT_S)
+        self._answers = self._ours.makefile("rb")
+        command = [sys.executable, "-m", "orchestrator.template_process", *bounds]
+        with theirs:
+            # Out of reach of the terminal's Ctrl-C: it ends when its input does.
+            self.process = subprocess.Popen(
+                command, stdin=theirs.fileno(), stdout=theirs.fileno(), start_new_session=True
+            )
+
+    def ask(self, request: bytes) -> bytes:
+        """Return the line that answers; less if the process ends. Raises TimeoutError."""
+        with contextlib.suppress(ConnectionError):
+            self._ours.sendall(request)
+            return self._answers.readline()
+        return b""
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._answers.close()
+        self._ours.close()
 
 
 def serve(max_cpu_s: float, max_memory_bytes: int) -> None:

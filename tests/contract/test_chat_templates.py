@@ -1,14 +1,19 @@
 """Chat templates run the same here and in a process of their own, which alone bounds what a hostile one may take."""
 
+import os
+import select
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from modelstore.chat_templates import CHAT_TEMPLATES
-from orchestrator.template_process import TemplateProcess
+from orchestrator.template_process import MAX_WAIT_S, TemplateProcess
 from orchestrator.template_sandbox import MAX_REASON_CHARS, run_template
-from shoal.errors import InvalidRequest
+from shoal.errors import InvalidRequest, NotReady
 from tests.support.tiny_gguf import CHAT_TEMPLATE
 
 Run = Callable[[str, Mapping[str, object]], str]
@@ -98,14 +103,51 @@ def test_a_template_without_bounds_on_memory_is_refused(process: TemplateProcess
 def test_a_process_that_was_killed_is_replaced() -> None:
     process = TemplateProcess()
     assert process.run("{{ 1 + 1 }}", names("a")) == "2"
-    assert process._process is not None
-    process._process.kill()
-    process._process.wait()
+    assert process._running is not None
+    process._running.process.kill()
+    process._running.process.wait()
     assert process.run("{{ 1 + 1 }}", names("a")) == "2"
     process.close()
+
+
+def test_a_signal_of_the_terminal_does_not_reach_the_process(process: TemplateProcess) -> None:
+    process.run("", names("a"))
+    assert process._running is not None
+    assert os.getpgid(process._running.process.pid) != os.getpgid(0)
 
 
 def test_threads_get_their_own_answers(process: TemplateProcess) -> None:
     with ThreadPoolExecutor(4) as threads:
         texts = threads.map(lambda index: process.run("{{ messages[0].content }}", names(str(index))), range(100))
         assert list(texts) == [str(index) for index in range(100)]
+
+
+@pytest.mark.parametrize("content", ["short", "longer than what a channel holds" * 100_000])
+def test_a_process_that_was_stopped_is_replaced(content: str) -> None:
+    process = TemplateProcess()
+    assert process.run("{{ 1 + 1 }}", names("a")) == "2"
+    assert process._running is not None
+    os.kill(process._running.process.pid, signal.SIGSTOP)
+    assert process._running._ours.gettimeout() == MAX_WAIT_S
+    process._running._ours.settimeout(0.05)
+    with pytest.raises(NotReady, match="gave no sign for 10 s and is replaced"):
+        process.run("{{ 1 + 1 }}", names(content))
+    assert process.run("{{ 1 + 1 }}", names("a")) == "2"
+    process.close()
+
+
+def test_the_process_ends_with_who_started_it() -> None:
+    program = (
+        "from orchestrator.template_process import TemplateProcess\n"
+        "process = TemplateProcess(); process.run('', {})\n"
+        "print(process._running.process.pid, flush=True); input()"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen((sys.executable, "-c", program), stdin=pipe, stdout=pipe) as orchestrator:
+        assert orchestrator.stdout is not None
+        pid = int(orchestrator.stdout.readline())
+        template_process = os.pidfd_open(pid)
+        orchestrator.kill()
+    ended, _, _ = select.select([template_process], [], [], 30.0)
+    os.close(template_process)
+    assert ended

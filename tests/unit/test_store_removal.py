@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from modelstore.manifest import Manifest
 from modelstore.store import ModelStore
 from shoal.errors import CorruptBlob, InvalidRequest, ModelNotFound
 from tests.support.tiny_gguf import write_tiny_gguf
@@ -188,6 +189,21 @@ def test_a_model_that_is_served_is_not_removed_until_that_ends(store: ModelStore
     assert [*store.root.glob("blobs/*")] == [*store.root.glob("served/*")] == []
 
 
+def test_a_model_that_two_serve_stays_when_one_ends(store: ModelStore, tiny: Path) -> None:
+    store.import_model(tiny, "tiny")
+    with store.serving("tiny"):
+        with store.serving("tiny"):
+            pass
+        with pytest.raises(InvalidRequest, match="is being served"):
+            store.remove("tiny")
+
+
+def test_a_model_that_is_not_there_cannot_be_served_and_nothing_is_made_for_it(store: ModelStore) -> None:
+    with pytest.raises(ModelNotFound, match="stored are: none yet"), store.serving("tiny"):
+        pass
+    assert not store.root.exists()
+
+
 def test_what_a_served_model_was_replaced_by_leaves_it_its_blobs(store: ModelStore, tmp_path: Path) -> None:
     first, second = (write_tiny_gguf(tmp_path / f"{seed}.gguf", seed=seed) for seed in (1, 2))
     store.import_model(first, "tiny")
@@ -199,6 +215,46 @@ def test_what_a_served_model_was_replaced_by_leaves_it_its_blobs(store: ModelSto
         store.remove("tiny")
         assert store.has_blobs(served)
         assert not store.has_blobs(newer)
+
+
+def test_blobs_that_only_a_served_model_has_stay_while_anybody_serves_it(store: ModelStore, tmp_path: Path) -> None:
+    first, second = (write_tiny_gguf(tmp_path / f"{seed}.gguf", seed=seed) for seed in (1, 2))
+    store.import_model(first, "tiny")
+    with store.serving("tiny") as served:
+        with store.serving("tiny"):
+            pass
+        store.import_model(second, "tiny")
+        store.remove("tiny")
+        assert blobs_of(store) == {blob.digest for blob in served.blobs}
+
+
+def test_a_mark_that_was_torn_is_written_anew(store: ModelStore, tmp_path: Path) -> None:
+    first, second = (write_tiny_gguf(tmp_path / f"{seed}.gguf", seed=seed) for seed in (1, 2))
+    torn = store.root / "served" / store.import_model(first, "tiny").digest
+    torn.parent.mkdir()
+    torn.write_text("0123")
+    with store.serving("tiny") as served:
+        store.import_model(second, "tiny")
+        store.remove("tiny")
+        assert store.has_blobs(served)
+
+
+def test_a_removal_waits_for_who_has_opened_a_model_but_not_marked_it(store: ModelStore, tiny: Path) -> None:
+    class Waits(Exception):
+        pass
+
+    def progress(done_bytes: int, total_bytes: int, label: str) -> None:
+        raise Waits
+
+    class Store(ModelStore):
+        def open(self, name: str) -> Manifest:
+            with pytest.raises(Waits):
+                store.remove(name, progress)
+            return super().open(name)
+
+    store.import_model(tiny, "tiny")
+    with Store(store.root).serving("tiny") as manifest:
+        assert store.has_blobs(manifest)
 
 
 def test_a_process_that_served_and_was_killed_keeps_nothing(store: ModelStore, tiny: Path) -> None:
