@@ -9,6 +9,7 @@ from pathlib import Path
 
 from modelstore.gguf import GgufFile
 from modelstore.huggingface import HfModel
+from modelstore.source import SourceModel
 from shoal.errors import BadModelFile, UnsupportedModel
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -16,7 +17,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 PARTS_OF_FOLDER = (".safetensors", ".json")
 
 
-def open_model(path: Path) -> GgufFile | HfModel:
+def open_model(path: Path) -> SourceModel:
     """A GGUF file, the first of a split one, or a folder in Hugging Face's layout.
 
     Raises BadModelFile and UnsupportedModel.

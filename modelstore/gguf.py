@@ -6,27 +6,23 @@ a model must contain. Tensors are views on the mapped files. Knows nothing of pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 
 from modelstore.architectures import find_gguf
 from modelstore.gguf_header import MIN_FILE_BYTES, read_header
 from modelstore.gguf_parts import find_parts, require_agreement
-from modelstore.manifest import ModelConfig, TokenizerData
-from modelstore.mapped_file import map_file, release
-from modelstore.source import SourceTensor, commonest_type
+from modelstore.mapped_file import map_file
+from modelstore.source import SourceModel, SourceTensor
 from modelstore.tokenizer_gguf import read_tokenizer
 
 
-class GgufFile:
+class GgufFile(SourceModel):
     """A validated, mapped GGUF model, of one file or, given any of them, of all its parts.
 
     Raises BadModelFile for what is damaged and UnsupportedModel for what is sound but cannot be served, naming the key
-    or tensor. The arrays handed out are valid for as long as somebody holds them, close() or not.
+    or tensor.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,38 +34,14 @@ class GgufFile:
         keys = headers[0].keys
         architecture = find_gguf(keys)
         shapes = {place.name: place.shape for header in headers for place in header.places}
-        self.config: ModelConfig = architecture.config_of_gguf(keys, shapes)
+        self.config = architecture.config_of_gguf(keys, shapes)
         architecture.require(self.config, shapes)
-        self.has_paired_rotary: bool = architecture.has_paired_rotary
-        self.tokenizer: TokenizerData = read_tokenizer(keys, self.config.vocab_size)
+        self.has_paired_rotary = architecture.has_paired_rotary
+        self.tokenizer = read_tokenizer(keys, self.config.vocab_size)
         license_name = keys.get("general.license")
         self.license = license_name if isinstance(license_name, str) else ""
-        self.tensors: Mapping[str, SourceTensor] = {
+        self.tensors = {
             place.name: SourceTensor(place.name, place.type, place.shape, place.view(np.frombuffer(mapped, np.uint8)))
             for mapped, header in zip(self._maps.values(), headers, strict=True)
             for place in header.places
         }
-
-    @property
-    def quantization(self) -> str:
-        """The type most of the weight bytes have."""
-        return commonest_type(self.tensors.values())
-
-    def release(self) -> None:
-        """Let the system take back the memory of all that has been read so far; it can be read again.
-
-        Raises BadModelFile if a file has become shorter.
-        """
-        release(self._maps)
-
-    def close(self) -> None:
-        """Forget the tensors; a mapping ends when nobody holds an array of it."""
-        self.tensors = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

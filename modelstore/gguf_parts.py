@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from modelstore.architectures.fields import Fields
 from modelstore.gguf_header import Header
 from shoal.errors import BadModelFile
 
@@ -51,7 +52,7 @@ def require_agreement(paths: Sequence[Path], headers: Sequence[Header]) -> None:
             if place.name in names:
                 raise BadModelFile(f"tensor {place.name} is given twice: {path.name} has it too")
             names.add(place.name)
-    said = headers[0].keys.get("split.tensors.count", len(names))
+    said = Fields(headers[0].keys).find("split.tensors.count", int, len(names))
     if said != len(names):
         raise BadModelFile(
             f"key split.tensors.count is {said}, but there are {len(names)} tensors: get the files again"
@@ -60,12 +61,13 @@ def require_agreement(paths: Sequence[Path], headers: Sequence[Header]) -> None:
 
 def _require_place(path: Path, header: Header, index: int, count: int) -> None:
     """Raise BadModelFile unless the file says that it is the part that its name says it is."""
-    said = header.keys.get("split.count", 0)
+    fields = Fields(header.keys, where=f"{path.name}: key")
+    said = fields.find("split.count", int, 0)
     if count == 1 and said not in (0, 1):
         raise BadModelFile(f"{path.name}: key split.count is {said}: parts are found by names as X-00001-of-00003.gguf")
     if count > 1 and said != count:
         raise BadModelFile(f"{path.name}: key split.count is {said}, by the name there are {count} parts")
-    number = header.keys.get("split.no", 0)
+    number = fields.find("split.no", int, 0)
     if number != index:
         raise BadModelFile(f"{path.name}: key split.no is {number}, by the name it is part {index}, counted from 0")
 

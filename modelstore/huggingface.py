@@ -11,8 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -21,10 +20,9 @@ from modelstore.architectures.decoder import Architecture
 from modelstore.architectures.fields import MAX_LAYERS, Fields
 from modelstore.block_types import FLOAT_TYPES, float_values
 from modelstore.hf_folder import CONFIG, HfFolder
-from modelstore.manifest import ModelConfig, TokenizerData
 from modelstore.mapped_file import TensorPlace
 from modelstore.safetensors_file import SafetensorsFile
-from modelstore.source import SourceTensor, commonest_type
+from modelstore.source import SourceModel, SourceTensor
 from modelstore.tokenizer_hf import read_tokenizer
 from shoal.errors import BadModelFile, UnsupportedModel
 
@@ -34,11 +32,11 @@ _LICENSE = re.compile(r"^(license|license_name):[ \t]*[\"']?([^\"'\n]{1,100}?)[\
 _CARD_HEAD_BYTES = 64 << 10
 
 
-class HfModel:
+class HfModel(SourceModel):
     """A validated, mapped model folder.
 
     Raises BadModelFile for what is damaged and UnsupportedModel for what is sound but cannot be served, naming the key
-    or tensor. The arrays handed out are valid for as long as somebody holds them, close() or not.
+    or tensor.
     """
 
     has_paired_rotary = False
@@ -50,43 +48,19 @@ class HfModel:
         if content is None:
             raise BadModelFile(f"{path} has no {CONFIG}: is it the folder of a model?")
         architecture = require_supported(content)
-        self._files, found = _open_weights(folder)
+        files, found = _open_weights(folder)
+        self._maps = {file.path: file.mapped for file in files}
         tensors = _canonical(found, architecture, content)
         shapes = {name: place.shape for name, (_, place) in tensors.items()}
         if "output.weight" not in shapes and content.get("tie_word_embeddings") is None:
             content["tie_word_embeddings"] = True
-        self.config: ModelConfig = architecture.config_of_hf(content, shapes)
+        self.config = architecture.config_of_hf(content, shapes)
         architecture.require(self.config, shapes)
-        self.tokenizer: TokenizerData = read_tokenizer(folder, content, self.config.vocab_size)
+        self.tokenizer = read_tokenizer(folder, content, self.config.vocab_size)
         self.license = _read_license(folder)
         self.tensors = {
             name: _view(name, file, place, architecture.hf_norm_offset) for name, (file, place) in tensors.items()
         }
-
-    @property
-    def quantization(self) -> str:
-        """The type most of the weight bytes have."""
-        return commonest_type(self.tensors.values())
-
-    def release(self) -> None:
-        """Let the system take back the memory of all that has been read so far; it can be read again.
-
-        Raises BadModelFile if a file has become shorter.
-        """
-        for file in self._files:
-            file.release()
-
-    def close(self) -> None:
-        """Forget the tensors; the mappings end when nobody holds an array of them."""
-        self.tensors = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 _Found = tuple[SafetensorsFile, TensorPlace]

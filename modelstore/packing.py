@@ -21,6 +21,7 @@ from modelstore.quantize import (
     PackedLinear,
     as_floats,
     can_fuse,
+    half_split_rows,
     is_exact,
     pack_embedding,
     pack_linear,
@@ -195,7 +196,7 @@ class Packer:
             bias = parts.get(f"{name}.bias")
             values = to_float32(bias) if bias else np.zeros(parts[f"{name}.weight"].shape[0], np.float32)
             if self._model.has_paired_rotary and name in self._rotated:
-                values = values.reshape(self._rotated[name], -1, 2).swapaxes(1, 2).reshape(-1)
+                values = values[half_split_rows(self._rotated[name], self._config.head_dim)]
             pieces.append(values)
         joined = np.concatenate(pieces)
         writer.add_array(target, joined.shape, [joined])

@@ -23,7 +23,17 @@ from modelstore.block_types import (
     Floats,
     float_values,
 )
-from modelstore.requantize import BLOCK, FLOAT32, INT4_ZERO, INT8_ZERO, changes, join_nibbles, kind_of, round_rows
+from modelstore.requantize import (
+    BLOCK,
+    FLOAT32,
+    INT4_ZERO,
+    INT8_ZERO,
+    changes,
+    join_nibbles,
+    kind_of,
+    pair_nibbles,
+    round_rows,
+)
 from modelstore.source import SourceTensor
 from shoal.errors import BadModelFile, UnsupportedModel
 
@@ -88,8 +98,12 @@ def require_packable(tensor: SourceTensor) -> None:
 
 def unpermute_rotary(tensor: SourceTensor, num_heads: int, head_dim: int) -> SourceTensor:
     """Reorder query or key rows from a GGUF's interleaved rotary pairs to half-split order."""
-    rows = np.arange(num_heads * head_dim).reshape(num_heads, head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
-    return replace(tensor, raw=tensor.raw[rows])
+    return replace(tensor, raw=tensor.raw[half_split_rows(num_heads, head_dim)])
+
+
+def half_split_rows(num_heads: int, head_dim: int) -> NDArray[np.intp]:
+    """Of each row in half-split order, where it is among interleaved rotary pairs: [heads D]."""
+    return np.arange(num_heads * head_dim).reshape(num_heads, head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
 
 
 def rounded_anew(tensor: SourceTensor, precision: str) -> bool:
@@ -159,7 +173,7 @@ def _pack(tensor: SourceTensor, precision: str) -> dict[str, Array]:
     shift = (INT4_ZERO if block_type.bits == 4 else INT8_ZERO) - block_type.zero
     if shift:
         codes = codes + np.uint8(shift)
-    return {"q": _pair_nibbles(codes) if block_type.bits == 4 else codes, "scale": scale}
+    return {"q": pair_nibbles(codes) if block_type.bits == 4 else codes, "scale": scale}
 
 
 def _pack_with_minimum(block_type: BlockType, codes: Bytes, scale: Floats, minimum: Floats) -> dict[str, Array]:
@@ -173,16 +187,9 @@ def _pack_with_minimum(block_type: BlockType, codes: Bytes, scale: Floats, minim
     correction: Floats = np.ascontiguousarray((minimum + zero * scale).T)  # [B, N]
     if block_type.bits == 4:
         packed_zero = join_nibbles(zero.astype(np.uint8))
-        return {"q": _pair_nibbles(codes), "scale": scale, "zero": packed_zero, "correction": correction}
+        return {"q": pair_nibbles(codes), "scale": scale, "zero": packed_zero, "correction": correction}
     shift = (INT8_ZERO - zero).astype(np.uint8)
     return {"q": codes + shift[..., None], "scale": scale, "correction": correction}
-
-
-def _pair_nibbles(codes: Bytes) -> Bytes:
-    """MatMulNBits wants values 2 i and 2 i + 1 in byte i, the first low: [..., b] -> [..., b / 2]."""
-    pairs = np.ascontiguousarray(codes).view("<u2")
-    joined: Bytes = (pairs | (pairs >> np.uint16(4))).astype(np.uint8)
-    return joined
 
 
 def _expand(raw: Bytes, type_name: str) -> Floats:

@@ -152,15 +152,21 @@ class _Best:
     def packed(self) -> Bytes:
         """The steps [N, B, 16], each value rounded anew to the scale that was found; two a byte, the first low."""
         steps = np.rint(self._blocks * _inverse(self.scale)[..., None]) + self.zero[..., None]
-        q: Bytes = np.clip(steps, 0, 15).astype(np.uint8)
-        return q[..., 0::2] | (q[..., 1::2] << np.uint8(4))
+        return pair_nibbles(np.clip(steps, 0, 15).astype(np.uint8))
+
+
+def pair_nibbles(values: Bytes) -> Bytes:
+    """Values 2 i and 2 i + 1 of 4 bits in byte i, the first low, as MatMulNBits wants them: [..., b] -> [..., b / 2]."""
+    pairs = np.ascontiguousarray(values).view("<u2")
+    joined: Bytes = (pairs | (pairs >> np.uint16(4))).astype(np.uint8)
+    return joined
 
 
 def join_nibbles(values: Bytes) -> Bytes:
-    """Two 4-bit values a byte, the first low; an odd last one is joined with 0."""
+    """The same of rows [N, B]; an odd last value is joined with 0."""
     if values.shape[1] % 2:
         values = np.concatenate([values, np.zeros_like(values[:, :1])], axis=1)
-    return values[:, 0::2] | (values[:, 1::2] << np.uint8(4))
+    return pair_nibbles(values)
 
 
 def restored(arrays: dict[str, Array], num_values: int) -> Floats:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from modelstore.mapped_file import TensorPlace, map_file, neighbours, release
+from modelstore.mapped_file import TensorPlace, map_file, neighbours
 from modelstore.strict_json import parse_object
 from shoal.errors import BadModelFile
 
@@ -35,25 +35,14 @@ _LENGTH_BYTES = 8
 class SafetensorsFile:
     """A mapped safetensors file whose header agrees with it. Raises BadModelFile naming the tensor at fault.
 
-    The arrays handed out are valid for as long as somebody holds them, close() or not.
+    Views on the content are valid for as long as somebody holds them.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._map = map_file(path, _LENGTH_BYTES, "a safetensors file")
-        self.places: Mapping[str, TensorPlace] = {place.name: place for place in _read_places(self._map, path.name)}
-        self.content: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
-
-    def read(self, place: TensorPlace) -> NDArray[np.uint8]:
-        """The bytes of a tensor, as a view: [num_bytes]."""
-        return self.content[place.offset : place.offset + place.num_bytes]
-
-    def release(self) -> None:
-        """Let the system take back the memory of all that has been read so far; it can be read again.
-
-        Raises BadModelFile if the file has become shorter.
-        """
-        release({self.path: self._map})
+        self.mapped = map_file(path, _LENGTH_BYTES, "a safetensors file")
+        self.places: Mapping[str, TensorPlace] = {place.name: place for place in _read_places(self.mapped, path.name)}
+        self.content: NDArray[np.uint8] = np.frombuffer(self.mapped, np.uint8)
 
 
 def _read_places(mapped: mmap.mmap, file_name: str) -> list[TensorPlace]:

@@ -42,11 +42,6 @@ def parse_object(text: bytes, what: str) -> dict[str, Any]:
     return content
 
 
-def read_object(path: Path, max_bytes: int) -> dict[str, Any]:
-    """Parse a file of an object; raises BadModelFile, also for one that is longer than max_bytes."""
-    return parse_object(read_bytes(path, max_bytes), path.name)
-
-
 def read_bytes(path: Path, max_bytes: int) -> bytes:
     """Read a whole file; raises BadModelFile for one that cannot be read, is no file, or is longer than max_bytes."""
     try:

@@ -8,7 +8,7 @@ Pure: no files, no formats beyond names. The files beside it build on it; reader
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from modelstore.architectures.fields import MAX_CONTEXT_TOKENS, MAX_LAYERS, MAX_WIDTH, Fields
@@ -202,6 +202,13 @@ def read_hf_config(
         windows=(0,) * num_layers,
         rope_scaling=scaling_of_hf(rope if "rope_type" in rope else fields.inner("rope_scaling"), context_tokens),
     )
+
+
+def with_one_window(config: ModelConfig, fields: Fields, name: str) -> ModelConfig:
+    """With the window of this name over all layers, if there is one."""
+    if name not in fields:
+        return config
+    return replace(config, windows=(fields.count(name, MAX_CONTEXT_TOKENS),) * config.num_layers)
 
 
 def windows_of_types(fields: Fields, num_layers: int, window: int) -> tuple[int, ...] | None:

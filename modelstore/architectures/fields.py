@@ -6,7 +6,6 @@ Knows no architecture; the architectures ask it, and readers make one of what th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -19,6 +18,8 @@ T = TypeVar("T", str, int, float, bool, list[Any], dict[str, Any])
 MAX_LAYERS = 1024
 MAX_WIDTH = 1 << 20
 MAX_CONTEXT_TOKENS = 1 << 20
+# So that neither a float32 nor an angle of the last position becomes infinite.
+MIN_FLOAT, MAX_FLOAT = 1e-30, 1e30
 
 
 class Fields:
@@ -64,12 +65,12 @@ class Fields:
         return self._bounded(name, self.get(name, int) if default is None else self.find(name, int, default), limit)
 
     def positive(self, name: str, default: float | None = None) -> float:
-        """A finite number above 0; the default may be anything."""
+        """A number of [MIN_FLOAT, MAX_FLOAT]; the default may be anything."""
         if default is not None and name not in self:
             return default
         value = self.get(name, float)
-        if not (math.isfinite(value) and value > 0):
-            raise BadModelFile(f"{self.label(name)} is {value}; it must be a positive number")
+        if not MIN_FLOAT <= value <= MAX_FLOAT:
+            raise BadModelFile(f"{self.label(name)} is {value}; it must be a positive number up to {MAX_FLOAT}")
         return value
 
     def counts(self, name: str, num_layers: int, limit: int, default: int | None = None) -> tuple[int, ...]:

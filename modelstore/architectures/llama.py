@@ -14,8 +14,9 @@ from modelstore.architectures.decoder import (
     Shapes,
     read_gguf_config,
     read_hf_config,
+    with_one_window,
 )
-from modelstore.architectures.fields import MAX_CONTEXT_TOKENS, Fields
+from modelstore.architectures.fields import Fields
 from modelstore.manifest import ModelConfig
 
 # Source: transformers, MistralConfig: what a config.json that says nothing of it means.
@@ -23,11 +24,7 @@ MISTRAL_WINDOW = 4096
 
 
 def _read_gguf(fields: Fields, shapes: Shapes) -> ModelConfig:
-    config = read_gguf_config(fields, shapes)
-    if "attention.sliding_window" not in fields:
-        return config
-    window = fields.count("attention.sliding_window", MAX_CONTEXT_TOKENS)
-    return replace(config, windows=(window,) * config.num_layers)
+    return with_one_window(read_gguf_config(fields, shapes), fields, "attention.sliding_window")
 
 
 def _read_hf(fields: Fields, shapes: Shapes) -> ModelConfig:
@@ -36,10 +33,8 @@ def _read_hf(fields: Fields, shapes: Shapes) -> ModelConfig:
     if fields.find("model_type", str, "llama") != "mistral":
         return config
     if not fields.is_stated("sliding_window"):
-        window = MISTRAL_WINDOW
-    else:
-        window = fields.count("sliding_window", MAX_CONTEXT_TOKENS) if "sliding_window" in fields else 0
-    return replace(config, windows=(window,) * config.num_layers)
+        return replace(config, windows=(MISTRAL_WINDOW,) * config.num_layers)
+    return with_one_window(config, fields, "sliding_window")
 
 
 LLAMA = Architecture(

@@ -6,8 +6,6 @@ Those of 128k tokens have rotary factors by length (longrope), and are refused b
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from modelstore.architectures.decoder import (
     LAYER_TENSORS,
     Architecture,
@@ -15,8 +13,9 @@ from modelstore.architectures.decoder import (
     TensorSpec,
     read_gguf_config,
     read_hf_config,
+    with_one_window,
 )
-from modelstore.architectures.fields import MAX_CONTEXT_TOKENS, Fields
+from modelstore.architectures.fields import Fields
 from modelstore.manifest import ModelConfig
 
 APART = ("attn_q.weight", "attn_k.weight", "attn_v.weight", "ffn_gate.weight")
@@ -28,17 +27,12 @@ TENSORS = {
 
 
 def _read_gguf(fields: Fields, shapes: Shapes) -> ModelConfig:
-    return _windowed(read_gguf_config(fields, shapes), fields, "attention.sliding_window")
+    return with_one_window(read_gguf_config(fields, shapes), fields, "attention.sliding_window")
 
 
 def _read_hf(fields: Fields, shapes: Shapes) -> ModelConfig:
     fields.require_one_of("hidden_act", ("silu",), "silu")
-    return _windowed(read_hf_config(fields, shapes, name="phi3"), fields, "sliding_window")
-
-
-def _windowed(config: ModelConfig, fields: Fields, name: str) -> ModelConfig:
-    window = fields.count(name, MAX_CONTEXT_TOKENS) if name in fields else 0
-    return replace(config, windows=(window,) * config.num_layers)
+    return with_one_window(read_hf_config(fields, shapes, name="phi3"), fields, "sliding_window")
 
 
 PHI3 = Architecture(

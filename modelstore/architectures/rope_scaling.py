@@ -54,7 +54,7 @@ def scaling_of_hf(fields: Fields, context_tokens: int) -> RopeScaling:
         if name in fields:
             raise UnsupportedModel(f"{fields.label(name)} is not supported")
     slow, fast = fields.positive("beta_slow", YARN_BETA_SLOW), fields.positive("beta_fast", YARN_BETA_FAST)
-    return _yarn(factor, original, slow, fast, fields.find("attention_factor", float, 0.0))
+    return _yarn(factor, original, slow, fast, fields.positive("attention_factor", 0.0))
 
 
 def _yarn(factor: float, original: int, slow: float, fast: float, magnitude: float) -> RopeScaling:

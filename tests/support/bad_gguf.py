@@ -35,6 +35,8 @@ BadFile = tuple[Callable[[], bytes], str]
 HUGE = 1 << 60
 EMBEDDING, QUERY = "token_embd.weight", "blk.0.attn_q.weight"
 SOUND = sound().content()
+# Where one number should be.
+SEVERAL = (ARRAY, array(U32, [bytes(4)] * 2))
 
 
 def reshaped(*shape: int) -> Callable[[RawTensor], RawTensor]:
@@ -158,6 +160,12 @@ BAD_FILES: dict[str, BadFile] = {
     "architecture missing": (
         lambda: sound().without("general.architecture").content(),
         "general.architecture is missing",
+    ),
+    "parts no number": (lambda: sound().with_keys(split__count=SEVERAL).content(), "split.count should be a int"),
+    "part no number": (lambda: sound().with_keys(split__no=SEVERAL).content(), "split.no should be a int"),
+    "total of tensors no number": (
+        lambda: sound().with_keys(split__tensors__count=SEVERAL).content(),
+        "split.tensors.count should be a int",
     ),
     "no layers": (lambda: sound().with_keys(llama__block_count=u32(0)).content(), "llama.block_count is 0"),
     "2^31 layers": (

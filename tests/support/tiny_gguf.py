@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Unpack
 
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType, TokenType
 
 from tests.support.blocks import pack_values
-from tests.support.tiny_shapes import TinyShape, ffns_of
+from tests.support.tiny_shapes import DEFAULT_VOCAB, ShapeOptions, TinyShape
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 BOS_ID, EOS_ID = 1, 2
 MERGES = ("h e", "Ġ t", "i n", "Ġ a", "e r", "Ġt he", "o n", "r e", "l l", "he ll", "hell o", "Ġ w", "o r", "l d")
-DEFAULT_VOCAB = 288
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
@@ -30,22 +30,12 @@ CHAT_TEMPLATE = (
 def write_tiny_gguf(
     path: Path | str,
     *,
-    num_layers: int = 3,
-    hidden: int = 64,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    head_dim: int | None = None,
-    ffn: int | Sequence[int] = 96,
-    vocab: int = DEFAULT_VOCAB,
     context: int = 256,
     rope_base: float = 10000.0,
     weight_type: str = "Q4_1",
     embedding_type: str = "Q8_0",
     tensor_types: Mapping[str, str] | None = None,
-    is_tied: bool = True,
     seed: int = 0,
-    architecture: str = "llama",
-    has_biases: bool = False,
     window: int = 0,
     license_name: str | None = "apache-2.0",
     chat_template: str | None = CHAT_TEMPLATE,
@@ -53,22 +43,19 @@ def write_tiny_gguf(
     extra_tensors: Mapping[str, np.ndarray] | None = None,
     omit_tensors: Sequence[str] = (),
     max_tensors_a_file: int = 0,
+    **options: Unpack[ShapeOptions],
 ) -> Path:
     """Write a random model to `path` and return it.
 
     weight_type: of the layers' matrices and an untied head. embedding_type: of token_embd. tensor_types: exceptions by
-    full tensor name. Vectors are float32. ffn: one for all layers, or one each. window: 0 for none. extra_keys,
-    extra_tensors, omit_tensors: to make files that must be refused.
+    full tensor name. Vectors are float32. window: 0 for none. extra_keys, extra_tensors, omit_tensors: to make files that
+    must be refused. options: of the shape.
     max_tensors_a_file: to split the model over files named beside `path`, unless 0.
     """
-    head_dim = head_dim or hidden // num_heads
-    ffns = ffns_of(ffn, num_layers)
-    shape = TinyShape(
-        num_layers, hidden, num_heads, num_kv_heads, head_dim, ffns, vocab, is_tied, architecture, has_biases
-    )
-    writer = gguf.GGUFWriter(str(path), architecture, split_max_tensors=max_tensors_a_file)
+    shape = TinyShape(**options)
+    writer = gguf.GGUFWriter(str(path), shape.architecture, split_max_tensors=max_tensors_a_file)
     _add_config(writer, shape, context, rope_base, license_name, window)
-    _add_tokenizer(writer, vocab, chat_template)
+    _add_tokenizer(writer, shape.vocab, chat_template)
     for key, value in (extra_keys or {}).items():
         _add_key(writer, key, value)
     types = {"token_embd.weight": embedding_type, **(tensor_types or {})}

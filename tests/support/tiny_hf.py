@@ -10,13 +10,13 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from tests.support.tiny_gguf import BOS_ID, CHAT_TEMPLATE, DEFAULT_VOCAB, EOS_ID, MERGES, SPECIAL_TOKENS, tiny_tokens
-from tests.support.tiny_shapes import TinyShape, ffns_of
+from tests.support.tiny_gguf import BOS_ID, CHAT_TEMPLATE, EOS_ID, MERGES, SPECIAL_TOKENS, tiny_tokens
+from tests.support.tiny_shapes import ShapeOptions, TinyShape
 
 HF_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -54,47 +54,35 @@ _DTYPES = {"F32": np.float32, "F16": np.float16}
 def write_tiny_hf(
     folder: Path | str,
     *,
-    num_layers: int = 3,
-    hidden: int = 64,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    head_dim: int | None = None,
-    ffn: int | Sequence[int] = 96,
-    vocab: int = DEFAULT_VOCAB,
     context: int = 256,
     rope_base: float = 10000.0,
     weight_type: str = "F32",
-    is_tied: bool = True,
     seed: int = 0,
-    architecture: str = "llama",
-    has_biases: bool = False,
     window: int = 0,
     chat_template: str | None = CHAT_TEMPLATE,
     num_files: int = 1,
     config: Mapping[str, Any] | None = None,
     extra_tensors: Mapping[str, np.ndarray] | None = None,
     omit_tensors: Sequence[str] = (),
+    **options: Unpack[ShapeOptions],
 ) -> Path:
     """Write a random model into `folder`, which is made, and return it.
 
     weight_type: of all tensors, F32, F16 or BF16. num_files: of weights. config: entries added to config.json, or put in
-    place of others. extra_tensors, omit_tensors: by the names of this format.
+    place of others. extra_tensors, omit_tensors: by the names of this format. options: of the shape.
     """
-    head_dim = head_dim or hidden // num_heads
-    ffns = ffns_of(ffn, num_layers)
-    shape = TinyShape(
-        num_layers, hidden, num_heads, num_kv_heads, head_dim, ffns, vocab, is_tied, architecture, has_biases
-    )
+    shape = TinyShape(**options)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     numbers = {**_config(shape, context, rope_base, window), **(config or {})}
     _write_json(folder / "config.json", numbers)
     tensors = {
-        _hf_name(name, architecture): _hf_values(shape, name, values) for name, values in shape.random_tensors(seed)
+        _hf_name(name, shape.architecture): _hf_values(shape, name, values)
+        for name, values in shape.random_tensors(seed)
     }
     tensors = {name: values for name, values in tensors.items() if name not in omit_tensors}
     _write_weights(folder, {**tensors, **(extra_tensors or {})}, weight_type, num_files)
-    write_tokenizer(folder, vocab, chat_template)
+    write_tokenizer(folder, shape.vocab, chat_template)
     return folder
 
 

@@ -8,26 +8,55 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import numpy as np
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3", "phi3")
 
 
-@dataclass(frozen=True, slots=True)
-class TinyShape:
-    """ffns: the feed forward width of each layer. has_biases: also where an architecture can do without."""
+DEFAULT_VOCAB = 288
+
+
+class ShapeOptions(TypedDict, total=False):
+    """Those of TinyShape, which both writers take."""
 
     num_layers: int
     hidden: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    ffns: tuple[int, ...]
+    ffn: int | Sequence[int]
     vocab: int
     is_tied: bool
+    architecture: str
+    has_biases: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TinyShape:
+    """head_dim: 0 for hidden / heads. ffn: one for all layers, or one each. has_biases: also where an architecture can do
+    without.
+    """
+
+    num_layers: int = 3
+    hidden: int = 64
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 0
+    ffn: int | Sequence[int] = 96
+    vocab: int = DEFAULT_VOCAB
+    is_tied: bool = True
     architecture: str = "llama"
     has_biases: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "head_dim", self.head_dim or self.hidden // self.num_heads)
+
+    @property
+    def ffns(self) -> tuple[int, ...]:
+        """The feed forward width of each layer."""
+        return (self.ffn,) * self.num_layers if isinstance(self.ffn, int) else tuple(self.ffn)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """All tensors in the order llama.cpp writes them, (rows, columns)."""
@@ -72,11 +101,6 @@ class TinyShape:
                 del shapes[apart]
             shapes |= {"attn_qkv.weight": (query_rows + 2 * key_rows, hidden), "ffn_up.weight": (2 * ffn, hidden)}
         return shapes
-
-
-def ffns_of(ffn: int | Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """One width for all layers, or one for each."""
-    return (ffn,) * num_layers if isinstance(ffn, int) else tuple(ffn)
 
 
 def _random_values(rng: np.random.Generator, name: str, dims: tuple[int, ...]) -> np.ndarray:

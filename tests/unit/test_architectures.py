@@ -127,6 +127,46 @@ def test_gemma_3_of_27_billion_scales_scores_by_what_its_config_says_and_its_lay
     assert gguf.attention_scale == hf.attention_scale == pytest.approx(168**-0.5)
 
 
+def test_gemma_3_may_state_how_many_layers_see_a_window_and_the_rotary_base_of_those() -> None:
+    hf = read_hf("Gemma3ForCausalLM", _sliding_window_pattern=2, rope_local_base_freq=5000.0)
+    gguf = read_gguf(
+        "gemma3",
+        attention__key_length=256,
+        attention__value_length=256,
+        attention__sliding_window_pattern=2,
+        rope__freq_base_swa=5000.0,
+    )
+    assert hf.windows == gguf.windows == (4096, 0, 4096, 0)
+    assert hf.local_rope_base == gguf.local_rope_base == 5000.0
+
+
+def test_newer_configs_have_rotary_base_and_scaling_in_one_place() -> None:
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 500000.0}
+    config = read_hf("LlamaForCausalLM", rope_parameters=rope)
+    assert (config.rope_base, config.rope_scaling) == (500000.0, RopeScaling("linear", 2.0))
+
+
+def test_newer_configs_of_gemma_3_have_them_for_each_kind_of_layer() -> None:
+    whole = {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6}
+    config = read_hf("Gemma3ForCausalLM", rope_parameters={"full_attention": whole})
+    assert (config.rope_base, config.rope_scaling) == (2e6, RopeScaling("linear", 8.0))
+
+
+@pytest.mark.parametrize(("stated", "magnitude"), [({}, 0.1 * math.log(4.0) + 1), ({"attention_factor": 1.5}, 1.5)])
+def test_yarn_sharpens_attention_as_stated_or_as_its_paper_says(stated: dict[str, float], magnitude: float) -> None:
+    config = read_hf("LlamaForCausalLM", rope_scaling={"rope_type": "yarn", "factor": 4.0, **stated})
+    assert config.rope_scaling.magnitude == pytest.approx(magnitude)
+
+
+@pytest.mark.parametrize(
+    ("stated", "scaling"),
+    [({}, RopeScaling("linear", 4.0)), ({"rope__scaling__type": "none"}, RopeScaling())],
+    ids=["without a type", "of type none"],
+)
+def test_a_gguf_files_factor_of_no_type_means_linear_scaling(stated: dict[str, Any], scaling: RopeScaling) -> None:
+    assert read_gguf("llama", rope__scaling__factor=4.0, **stated).rope_scaling == scaling
+
+
 def test_layers_may_have_feed_forward_parts_of_different_width() -> None:
     widths = np.array([96, 64, 32, 96], np.int32)
     assert read_gguf("llama", feed_forward_length=widths).ffn_sizes == (96, 64, 32, 96)
@@ -184,6 +224,10 @@ def test_a_config_that_asks_for_other_arithmetic_is_refused(name: str, entries: 
         ({"num_attention_heads": 3}, "not a multiple of 2 KV heads"),
         ({"rope_theta": math.inf}, "rope_theta is inf"),
         ({"rope_theta": 1.0}, "rotary base is 1.0"),
+        ({"rope_theta": 1e300}, "rope_theta is 1e.300"),
+        ({"rope_scaling": {"type": "linear", "factor": 1e-300}}, "rope_scaling, factor is 1e-300"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": math.inf}}, "attention_factor is inf"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": -1.0}}, "attention_factor is -1.0"),
         ({"max_position_embeddings": 1}, "the context is 1 token"),
         (
             {

@@ -125,6 +125,17 @@ def test_arrays_outlive_a_closed_file(tiny: Path) -> None:
     assert np.isfinite(tensor.raw.view(np.float32)).all()
 
 
+def test_a_model_is_called_by_the_type_of_its_layers_whatever_its_embedding_has(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "a.gguf", num_layers=1, vocab=4000, weight_type="Q4_1", embedding_type="Q8_0")
+    assert GgufFile(path).quantization == "Q4_1"
+
+
+def test_a_closed_model_holds_none_of_its_file(tiny: Path) -> None:
+    with GgufFile(tiny) as model:
+        assert model.tensors
+    assert not model.tensors
+
+
 def test_version_2_is_read(tiny: Path) -> None:
     patch(tiny, lambda content: content.__setitem__(slice(4, 8), struct.pack("<I", 2)))
     assert GgufFile(tiny).config.num_layers == 2
