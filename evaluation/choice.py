@@ -69,23 +69,21 @@ def choose(
     everywhere lose more than that, no layer gets 4, and the choice says that the target is not met. Raises StorageFull.
     """
     require_free_space(variants.folder, variants.need_bytes((INT8, INT4_ASYM)))
-    text, held_out = texts or _shipped_texts(variants)
+    text, held_out = texts or shipped_texts(variants)
     found = measure(variants, text, held_out, INT4_ASYM, num_threads, say)
     saved = [
         variants.layer(i, INT8).num_bytes - variants.layer(i, INT4_ASYM).num_bytes for i in range(variants.num_layers)
     ]
-    ranking = [index for index, num_bytes in enumerate(saved) if num_bytes > 0]
-    ranking.sort(key=lambda index: found.divergences[index] / saved[index])
+    ranking = ranked(found.divergences, saved)
     losses: dict[int, Loss] = {}
 
     def is_met(count: int) -> bool:
-        if count not in losses:
-            say(f"measuring with {count} of {variants.num_layers} layers at 4 bits")
-            model = Parts(variants.manifest(_layers(variants, ranking[:count])), variants.folder, num_threads)
-            losses[count] = loss_of(_losses(model, held_out), found.losses)
+        say(f"measuring with {count} of {variants.num_layers} layers at 4 bits")
+        model = Parts(variants.manifest(_layers(variants, ranking[:count])), variants.folder, num_threads)
+        losses[count] = loss_of(_losses(model, held_out), found.losses)
         return losses[count].share <= target
 
-    count = _most(len(ranking), is_met, lambda: _guess(ranking, found.divergences, target - losses[0].share))
+    count = most(len(ranking), is_met, lambda: _guess(ranking, found.divergences, target - losses[0].share))
     layers = _layers(variants, ranking[:count])
     return Choice(
         layers=layers,
@@ -100,10 +98,16 @@ def choose(
     )
 
 
-def _most(limit: int, is_met: Callable[[int], bool], guess: Callable[[], int]) -> int:
+def ranked(divergences: Sequence[float], saved: Sequence[int]) -> list[int]:
+    """The layers that 4 bits make smaller, first those that do least harm for each byte saved."""
+    smaller = [index for index, num_bytes in enumerate(saved) if num_bytes > 0]
+    return sorted(smaller, key=lambda index: divergences[index] / saved[index])
+
+
+def most(limit: int, is_met: Callable[[int], bool], guess: Callable[[], int]) -> int:
     """The largest count in [0, limit] that is met where more is worse, by halving; 0 if even that is not.
 
-    guess: where to look first, asked after 0 was looked at.
+    is_met: asked of no count twice. guess: where to look first, asked after 0 was looked at.
     """
     if not is_met(0):
         return 0
@@ -134,7 +138,7 @@ def _losses(model: Parts, text: Text) -> Doubles:
         return score(run, hidden, text, model.manifest.config.vocab_size).losses
 
 
-def _shipped_texts(variants: Variants) -> tuple[Text, Text]:
+def shipped_texts(variants: Variants) -> tuple[Text, Text]:
     """Every other window of the shipped text each, no more than the work allows for a model of this size."""
     manifest = variants.manifest(_layers(variants, ()))
     config, of_layers = manifest.config, sum(_weights(layer) for layer in manifest.layers)

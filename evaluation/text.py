@@ -26,7 +26,7 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Text:
-    """Windows of token ids, each judged by itself. num_left_out: tokens of the text that were too many."""
+    """Windows of token ids, each judged by itself. num_left_out: tokens that cutting the text left out behind them."""
 
     windows: tuple[Ids, ...]
     num_left_out: int = 0
@@ -59,7 +59,7 @@ class Text:
 
     def part(self, start: int, step: int) -> Text:
         """Every step-th window from this one on."""
-        return Text(self.windows[start::step], self.num_left_out)
+        return Text(self.windows[start::step])
 
     def shortened(self, max_tokens: int) -> Text:
         """As many windows as do not exceed so many tokens; of the first one, no more than that."""
@@ -68,8 +68,7 @@ class Text:
             if kept and sum(map(len, kept)) + len(window) > max_tokens:
                 break
             kept.append(window[:max_tokens])
-        left_out = self.num_left_out + self.num_tokens - sum(map(len, kept))
-        return Text(tuple(kept), left_out)
+        return Text(tuple(kept))
 
 
 def shipped_text() -> str:

@@ -29,7 +29,7 @@ from launch.detached import Keeper, Tended, WorkerOrder
 from launch.ray_nodes import NodeWish
 from launch.ray_orders import News, Orders, Wish, order_for, parse
 from shoal.client import Client
-from shoal.errors import ConnectionFailed, LaunchFailed, ShoalError
+from shoal.errors import ConnectionFailed, InternalError, LaunchFailed, ShoalError
 
 START_HINT = "start one with `ray start --head`, or give the address of its head, HOST:PORT"
 CONNECT_S = 5.0
@@ -332,12 +332,17 @@ class Helpers(Generic[Part, Result]):
         return ray.remote(_Helper).options(**options).remote(self._make)
 
     async def do(self, part: Part) -> Result:
-        """Have a part done by who has least to do. Raises what doing it raises; ConnectionFailed if the actor is lost."""
+        """Have a part done by who has least to do.
+
+        Raises the ShoalError that doing it raises, InternalError for any other, ConnectionFailed if the actor is lost.
+        """
         place = min(range(self._number), key=self._num_doing.__getitem__)
         actor = self._actors[place]
         self._num_doing[place] += 1
         try:
             result: Result | ShoalError = await actor.do.remote(part)
+        except RayTaskError as error:
+            raise InternalError(f"a helper has not done its part: {_last_line(error)}") from error
         except RayError as error:
             if self._actors[place] is actor:
                 self._actors[place] = self._start()

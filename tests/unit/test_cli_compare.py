@@ -112,6 +112,36 @@ def test_models_with_other_tokenizers_are_refused(run: Run, file: Path, tmp_path
     assert "a and b have different tokenizers" in outcome.err
 
 
+def test_a_page_that_cannot_be_written_is_said_before_anything_is_compared(
+    run: Run, file: Path, tmp_path: Path, text: Path
+) -> None:
+    imported(run, file, "a")
+    page = tmp_path / "nowhere" / "page.html"
+    outcome = run("models", "compare", "a", "a", "--text", str(text), "--html", str(page))
+    assert outcome.code == 1
+    assert "layer 1 of 3" not in outcome.err
+    assert str(page) in outcome.err
+
+
+def test_another_model_is_not_compared(run: Run, file: Path, tmp_path: Path, text: Path) -> None:
+    imported(run, file, "a")
+    imported(run, write_tiny_gguf(tmp_path / "other.gguf", num_layers=2, **FLOATS), "b")
+    outcome = run("models", "compare", "a", "b", "--text", str(text))
+    assert outcome.code == 1
+    assert "a has 3 layers and b has 2: only forms of one model can be compared" in outcome.err
+
+
+def test_a_damaged_model_is_not_compared(run: Run, file: Path, tmp_path: Path, text: Path) -> None:
+    imported(run, file, "a")
+    store = ModelStore(tmp_path)
+    path = store.root / "blobs" / store.open("a").layers[1].digest
+    path.chmod(0o600)
+    path.write_bytes(bytes(path.stat().st_size))
+    outcome = run("models", "compare", "a", "a", "--text", str(text))
+    assert outcome.code == 1
+    assert "perplexity" not in outcome.out
+
+
 def test_int4_is_smaller_than_int8_and_the_manifest_says_so(run: Run, file: Path, tmp_path: Path) -> None:
     imported(run, file, "eight")
     imported(run, file, "four", "--quantize", "int4")

@@ -44,5 +44,21 @@ def test_differences_that_spread_make_a_loss_uncertain() -> None:
     assert loss.error == pytest.approx(0.0577, rel=0.01)
 
 
+def test_the_uncertainty_of_a_loss_is_one_of_the_perplexity_as_the_loss_is() -> None:
+    loss = loss_of(np.log([4.0, 1.0, 4.0, 1.0]), np.zeros(4))
+    spread = math.log(2.0) / math.sqrt(3)
+    assert [loss.share, loss.error] == pytest.approx([1.0, 2 * spread])
+
+
+def test_rounding_makes_no_divergence_negative() -> None:
+    log_p = log_probabilities(np.zeros((1, 8), np.float32))
+    assert divergences(log_p, log_p + np.float32(1e-6)).tolist() == [0.0]
+
+
+def test_scores_of_a_text_are_means_of_its_tokens() -> None:
+    scores = Scores(np.array([0.0, 2.0]), np.array([0.1, 0.3]), np.array([True, False]))
+    assert [scores.perplexity, scores.divergence, scores.agreement] == pytest.approx([math.e, 0.2, 0.5])
+
+
 def test_one_token_says_nothing_of_the_spread() -> None:
     assert loss_of(np.array([1.0]), np.array([0.5])).error == 0.0

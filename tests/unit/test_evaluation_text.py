@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from evaluation.text import Text, cut_tokens, read_text, shipped_text
+from evaluation.text import Text, cut_text, cut_tokens, read_text, shipped_text
 from shoal.errors import InvalidRequest
 
 
 def test_each_window_begins_as_a_prompt_does() -> None:
     text = cut_tokens([5, 6, 7, 8, 9], [1], window_tokens=3, max_tokens=100)
     assert [window.tolist() for window in text.windows] == [[1, 5, 6], [1, 7, 8], [1, 9]]
+
+
+class BeginningTokenizer:
+    """A token of its own at the begin of a prompt, and one for each character."""
+
+    def encode(self, text: str, *, add_special: bool) -> list[int]:
+        return [1] * add_special + [ord(character) for character in text]
+
+
+def test_the_begin_of_a_prompt_is_not_read_as_text_too() -> None:
+    tokenizer: Any = BeginningTokenizer()
+    text = cut_text("abc", tokenizer, window_tokens=3, max_tokens=100)
+    assert [window.tolist() for window in text.windows] == [[1, 97, 98], [1, 99]]
+
+
+def test_the_longest_window_need_not_be_the_first() -> None:
+    assert Text((np.arange(2), np.arange(4), np.arange(3))).longest == 4
 
 
 def test_the_last_token_of_a_window_predicts_nothing() -> None:
