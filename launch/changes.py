@@ -16,7 +16,7 @@ from launch.roster import absolute, named_devices
 from launch.scaling import scaled
 from shoal.client import Client
 from shoal.errors import InvalidRequest, NotReady, ShoalError
-from shoal.status import DeviceStatus, FleetStatus
+from shoal.status import DeviceStatus, Drained, FleetStatus
 
 # A node that has run nothing yet takes seconds, and layers have to be loaded.
 JOIN_S = 120.0
@@ -110,8 +110,19 @@ class Change:
                 continue
             if not device.is_cordoned:
                 self._desk.cordoned = (*self._desk.cordoned, worker_id)
-            moved = self._client.drain(worker_id).moved
+            moved = self._drained(worker_id).moved
             self._say(f"{worker_id} is drained" + (f": {moved}" if moved else ""))
+
+    def _drained(self, worker_id: str) -> Drained:
+        """Drain it when it can be: the fleet moves layers for reasons of its own, too, and is NotReady meanwhile."""
+        deadline = time.monotonic() + JOIN_S
+        while True:
+            try:
+                return self._client.drain(worker_id)
+            except NotReady as error:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(max(POLL_S, error.retry_after_s))
 
     def _ask(self, wanted: Wanted) -> None:
         """Have the launcher have these devices. Whoever asks for the next builds on what it has then."""

@@ -45,6 +45,8 @@ class FakeFleet:
         # What the next looks see while workers are started anew: who is there, and whether all pipelines serve.
         self.coming: list[tuple[list[str], bool]] = []
         self.needed: set[str] = set()
+        # How often each device is still found loading.
+        self.loading: dict[str, int] = {}
         self.cut_short_at = ""
         self.cordoned: set[str] = set()
         self.is_ready = True
@@ -82,6 +84,9 @@ class FakeFleet:
         assert not self.coming, "before all serve again"
         if worker_id in self.needed:
             raise PlacementImpossible("300 MiB are missing")
+        if self.loading.get(worker_id, 0) > 0:
+            self.loading[worker_id] -= 1
+            raise NotReady(f"{worker_id} is loading; try again when that is over")
         self.cordoned.add(worker_id)
         self.happened.append(f"drain {worker_id}")
         if worker_id == self.cut_short_at:
@@ -163,6 +168,26 @@ def test_a_device_that_the_others_cannot_do_without_stays_and_so_do_all(desk: At
     assert fleet.there == ["phone-1", "tablet-1", "tablet-2"]
     assert not fleet.cordoned
     assert desk.look() == Wanted(DEVICES)
+
+
+def test_a_device_that_loads_just_then_is_drained_when_that_is_over(desk: AttendedDesk) -> None:
+    fleet = FakeFleet(desk)
+    fleet.loading = {"tablet-2": 3}
+
+    change(fleet).scale("tablet", 1)
+
+    assert fleet.happened == ["drain tablet-2", "tablet-2 is drained", "tablet-2 has gone"]
+
+
+def test_a_device_that_loads_without_end_is_told(desk: AttendedDesk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changes, "JOIN_S", 0.0)
+    fleet = FakeFleet(desk)
+    fleet.loading = {"tablet-2": 1_000_000}
+
+    with pytest.raises(NotReady, match="tablet-2 is loading"):
+        change(fleet).scale("tablet", 1)
+
+    assert fleet.there == ["phone-1", "tablet-1", "tablet-2"]
 
 
 def test_all_are_started_anew_one_at_a_time_who_stands_by_first(desk: AttendedDesk) -> None:
