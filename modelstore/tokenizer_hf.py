@@ -181,7 +181,7 @@ def _flag(settings: Mapping[str, Any], name: str, default: bool | None) -> bool 
 
 
 def _end_ids(folder: HfFolder, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """What ends an answer, as the settings of generation have it and, if they are silent, the configuration."""
+    """What ends an answer, as the settings of generation have it, and the configuration behind those."""
     generation = folder.read_json(GENERATION_CONFIG) or {}
     ends: dict[int, None] = {}
     for value in (generation.get("eos_token_id"), config.get("eos_token_id")):

@@ -1,5 +1,6 @@
 """Chat templates run the same here and in a process of their own, which alone bounds what a hostile one may take."""
 
+import io
 import os
 import select
 import signal
@@ -7,11 +8,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
 from modelstore.chat_templates import CHAT_TEMPLATES
-from orchestrator.template_process import MAX_WAIT_S, TemplateProcess
+from orchestrator.template_process import MAX_WAIT_S, TemplateProcess, serve
 from orchestrator.template_sandbox import MAX_REASON_CHARS, run_template
 from shoal.errors import InvalidRequest, NotReady
 from tests.support.tiny_gguf import CHAT_TEMPLATE
@@ -134,6 +136,21 @@ def test_a_process_that_was_stopped_is_replaced(content: str) -> None:
         process.run("{{ 1 + 1 }}", names(content))
     assert process.run("{{ 1 + 1 }}", names("a")) == "2"
     process.close()
+
+
+def test_the_time_between_requests_is_no_templates(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = []
+
+    def requests() -> Iterator[bytes]:
+        yield b'["", {}]'
+        left.append(signal.getitimer(signal.ITIMER_PROF)[0])
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+
+    monkeypatch.setattr("resource.setrlimit", lambda *bounds: None)
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=requests()))
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(buffer=io.BytesIO()))
+    serve(60.0, MAX_MEMORY_BYTES)
+    assert left == [0.0]
 
 
 def test_the_process_ends_with_who_started_it() -> None:

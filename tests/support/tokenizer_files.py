@@ -12,18 +12,27 @@ from sentencepiece import sentencepiece_model_pb2
 from modelstore.hf_folder import HfFolder
 from modelstore.manifest import TokenizerData
 from modelstore.tokenizer_hf import read_tokenizer
-from tests.support.pieces_reference import CONTROL, SPACE, UNKNOWN, USER_DEFINED
+from tests.support.pieces_reference import CONTROL, SPACE, UNKNOWN, USER_DEFINED, make_pieces
+from tests.support.vocabulary import make_tokenizer_data
 
 BYTE_LEVEL_STEP = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 DIGITS_STEP = {"type": "Digits", "individual_digits": True}
 REPLACE_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
 PREPEND_SPACE = {"type": "Prepend", "prepend": SPACE}
+DIGITS_SPLIT = {"type": "Split", "pattern": {"Regex": r"\d{1,2}"}, "behavior": "Isolated", "invert": False}
+SPACES_SPLIT = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+METASPACE = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "first", "split": False}
 BEGIN_TEMPLATE: dict[str, Any] = {
     "type": "TemplateProcessing",
     "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
     "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
     "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
 }
+
+BYTE_LEVEL = make_tokenizer_data()
+PIECES = make_pieces()
+SETTINGS = {"bos_token": "<s>", "eos_token": {"content": "</s>", "special": True}}
+CHATML_SETTINGS = {"bos_token": None, "eos_token": "<|im_end|>"}
 
 
 def sequence(inner: str, *steps: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,6 +133,27 @@ def read_files(
     folder: Path, files: Mapping[str, Any], *, config: Mapping[str, Any] | None = None, rows: int
 ) -> TokenizerData:
     return read_tokenizer(write_files(folder, files), config or {}, rows)
+
+
+def splits(step: dict[str, Any]) -> dict[str, Any]:
+    """A pre-tokenizer of byte-level BPE that cuts with this step first."""
+    return sequence("pretokenizers", step, BYTE_LEVEL_STEP)
+
+
+def read_byte_level(folder: Path, *, rows: int = len(BYTE_LEVEL.tokens), **changes: Any) -> TokenizerData:
+    files = {"tokenizer.json": byte_level_json(BYTE_LEVEL, **changes), "tokenizer_config.json": CHATML_SETTINGS}
+    return read_files(folder, files, rows=rows)
+
+
+def read_pieces(folder: Path, *, rows: int = len(PIECES.tokens), **changes: Any) -> TokenizerData:
+    files = {"tokenizer.json": pieces_json(PIECES, **changes), "tokenizer_config.json": SETTINGS}
+    return read_files(folder, files, rows=rows)
+
+
+def read_with(folder: Path, settings: dict[str, Any], **files: Any) -> TokenizerData:
+    """Pieces with other settings and further files."""
+    base = {"tokenizer.json": pieces_json(PIECES), "tokenizer_config.json": {**SETTINGS, **settings}}
+    return read_files(folder, {**base, **files}, rows=len(PIECES.tokens))
 
 
 def _changed(content: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -111,6 +111,14 @@ class TestChoice:
         chosen = ["config.json", "chat_template.jinja", "chat_template.json", "model.safetensors"]
         assert self.choice("hf:a/b", *names, "model.safetensors") == chosen
 
+    def test_all_files_of_a_tokenizer_come(self) -> None:
+        names = ("tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+        assert self.choice("hf:a/b", *names, "model.safetensors") == [*names, "model.safetensors"]
+
+    def test_a_file_of_a_repository_without_gguf_is_told_to_leave_out(self) -> None:
+        with pytest.raises(InvalidRequest, match="a/b has no GGUF files: leave out :Q4"):
+            self.choice("hf:a/b:Q4", "model.safetensors")
+
     def test_weights_in_several_files_come_with_their_index(self) -> None:
         shards = [f"model-0000{index}-of-00002.safetensors" for index in (1, 2)]
         index = "model.safetensors.index.json"
@@ -136,7 +144,12 @@ class TestChoice:
             self.choice("hf:a/b:Q4", "a-Q4_0.gguf", "a-Q4_1.gguf", "a-Q8_0.gguf")
 
     def test_a_split_file_comes_whole_with_the_first_piece_first(self) -> None:
-        names = ("q/b-00002-of-00002.gguf", "q/b-00001-of-00002.gguf", "q/b-00001-of-00003.gguf")
+        names = (
+            "q/b-00002-of-00002.gguf",
+            "q/b-00001-of-00002.gguf",
+            "q/b-00001-of-00003.gguf",
+            "c-00002-of-00002.gguf",
+        )
         expected = ["q/b-00001-of-00002.gguf", "q/b-00002-of-00002.gguf"]
         assert self.choice("hf:a/b:q/b-00001-of-00002.gguf", *names) == expected
 
@@ -203,6 +216,15 @@ def test_a_stored_model_is_not_fetched_again(pull: Pull, hub: HubState) -> None:
     hub.asked.clear()
     assert pull() == manifest
     assert hub.asked == []
+
+
+def test_a_stored_model_that_lacks_a_blob_is_fetched_again(pull: Pull, store: ModelStore, hub: HubState) -> None:
+    digest = pull().blobs[0].digest
+    store.blob_path(digest).unlink()
+    hub.asked.clear()
+    pull()
+    assert hub.asked
+    assert store.verify("tiny").blobs
 
 
 def test_a_model_that_is_stored_with_another_chat_template_gets_the_one_that_is_asked_for(

