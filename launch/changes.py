@@ -86,11 +86,16 @@ class Change:
             self._say(f"{worker_id} runs anew")
 
     def _look(self) -> Wanted:
-        """What there is. Raises ConfigError where nothing can be changed, NotReady for a fleet that still starts."""
+        """What there is. Raises ConfigError where nothing can be changed, NotReady for a fleet that does not serve."""
         there = self._desk.look()
         status = self._client.status()
         if not status.ready:
-            raise NotReady(f"the fleet does not serve yet, or just now: {status.waiting_for}")
+            self._say(f"the fleet does not serve yet, or just now: {status.waiting_for}")
+            self._await(
+                lambda: self._client.status().ready,
+                JOIN_S,
+                f"it still does not, and is left as it is: {status.waiting_for}",
+            )
         return there
 
     @contextmanager

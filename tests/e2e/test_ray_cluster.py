@@ -33,7 +33,8 @@ from tests.support.commands import WAIT_S, RunningCommand, run_shoal, start_shoa
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 cluster_utils = pytest.importorskip("ray.cluster_utils", reason="needs shoal[ray]")
 
-pytestmark = [pytest.mark.e2e, pytest.mark.ray]
+# Several of them wait for all workers to start, one after the other, on a busy machine too.
+pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.timeout(600)]
 
 # So that what ends is noticed in seconds: a node by health checks that nobody takes, the head by calls that fail. What is
 # slow, as when it starts on a busy machine, has not ended.
@@ -141,7 +142,8 @@ class RunningChange:
             return command.process.poll()
 
         with command:
-            assert until(look, lambda code: code is not None) == 0, command.err
+            # All workers start anew, one after the other.
+            assert until(look, lambda code: code is not None, 2 * WAIT_S) == 0, command.err
 
 
 def raylets_of(cluster: Any) -> list[psutil.Process]:

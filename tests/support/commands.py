@@ -24,7 +24,7 @@ from typing import Self, TypeVar
 import psutil
 
 BIN = Path(sys.executable).parent
-WAIT_S = 60.0
+WAIT_S = 120.0
 # Between two looks at something that does not tell by itself.
 LOOK_S = 0.02
 # Makes the terminal on stdin the one whose Ctrl-C interrupts the command.

@@ -49,7 +49,7 @@ class FakeFleet:
         self.loading: dict[str, int] = {}
         self.cut_short_at = ""
         self.cordoned: set[str] = set()
-        self.is_ready = True
+        self.looks_until_ready = 0
         self.happened: list[str] = []
         self._generations: dict[str, int] = {}
 
@@ -71,12 +71,13 @@ class FakeFleet:
         return self._status(*(self.coming.pop(0) if self.coming else (self.there, True)))
 
     def _status(self, there: list[str], is_complete: bool) -> Any:
+        self.looks_until_ready -= 1
         devices = [SimpleNamespace(worker_id=one, is_cordoned=one in self.cordoned) for one in there]
         return SimpleNamespace(
             devices=devices,
             pipelines=self.pipelines,
             is_complete=is_complete,
-            ready=self.is_ready,
+            ready=self.looks_until_ready < 0,
             waiting_for="2 of 3 devices have joined",
         )
 
@@ -264,9 +265,20 @@ def test_while_a_change_is_under_way_nobody_else_lets_in_whom_it_has_cordoned(
     assert not fleet.cordoned
 
 
-def test_a_fleet_that_still_starts_is_not_changed(desk: AttendedDesk) -> None:
+def test_a_fleet_that_loads_just_then_is_changed_when_it_serves(desk: AttendedDesk) -> None:
     fleet = FakeFleet(desk)
-    fleet.is_ready = False
+    fleet.looks_until_ready = 3
+
+    change(fleet).scale("tablet", 3)
+
+    assert fleet.happened[0].endswith("just now: 2 of 3 devices have joined")
+    assert fleet.happened[1:] == ["tablet-3 has joined"]
+
+
+def test_a_fleet_that_never_starts_is_not_changed(desk: AttendedDesk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changes, "JOIN_S", 0.0)
+    fleet = FakeFleet(desk)
+    fleet.looks_until_ready = 1_000_000
 
     with pytest.raises(NotReady, match="2 of 3 devices have joined"):
         change(fleet).scale("tablet", 1)
