@@ -39,6 +39,12 @@ def shard_blobs(manifest: Manifest, layers: LayerRange) -> tuple[BlobEntry, ...]
     return tuple({blob.digest: blob for blob in blobs}.values())
 
 
+def mapped_blobs(manifest: Manifest, layers: LayerRange) -> frozenset[str]:
+    """Digests of those that a shard only looks up in; the runtime makes no packed copy of them for its kernels."""
+    is_packed = layers.stop == manifest.config.num_layers and manifest.config.is_head_tied
+    return frozenset({manifest.rope.digest} if is_packed else {manifest.rope.digest, manifest.embedding.digest})
+
+
 def build_shard_graph(manifest: Manifest, layers: LayerRange, *, accuracy_level: int = 4) -> bytes:
     """Build the serialised graph of a shard.
 

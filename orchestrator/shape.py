@@ -8,9 +8,10 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 
-from modelstore.graph import build_shard_graph, shard_blobs
+from modelstore.graph import build_shard_graph
 from modelstore.manifest import BlobEntry, Manifest
 from orchestrator.core.refinement import CONTEXT_TOKENS
+from orchestrator.shards import blob_refs
 from shoal import messages
 from shoal.types import LayerRange, ShardShape
 from shoal.v1 import fleet_pb2
@@ -37,13 +38,13 @@ def measure_command(manifest: Manifest) -> fleet_pb2.Measure | None:
     middle = LayerRange(start, start + num_layers)
     last = LayerRange(config.num_layers - 1, config.num_layers)
     graphs = [build_shard_graph(hollow, layers) for layers in (middle, last)]
-    blobs = {blob.digest: blob for layers in (middle, last) for blob in shard_blobs(hollow, layers)}
+    blobs = {blob.digest: blob for layers in (middle, last) for blob in blob_refs(hollow, layers)}
     digest = hashlib.sha256(b"%d" % MEASURING_VERSION + b"".join(graphs)).hexdigest()
     return fleet_pb2.Measure(
         shape_digest=digest,
         layers_graph=graphs[0],
         head_graph=graphs[1],
-        blobs=[fleet_pb2.BlobRef(digest=blob.digest, num_bytes=blob.num_bytes) for blob in blobs.values()],
+        blobs=blobs.values(),
         layers_shape=messages.shape_to_proto(_shape(manifest, middle)),
         head_shape=messages.shape_to_proto(_shape(manifest, last)),
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from modelstore.graph import build_shard_graph, shard_blobs
+from modelstore.graph import build_shard_graph, mapped_blobs, shard_blobs
 from modelstore.manifest import Manifest
 from orchestrator.core.footprint import ModelFootprint
 from orchestrator.core.placement import Placement
@@ -33,7 +33,11 @@ def footprint(manifest: Manifest) -> ModelFootprint:
 
 def blob_refs(manifest: Manifest, layers: LayerRange) -> list[fleet_pb2.BlobRef]:
     """The blobs of the shard that has these layers."""
-    return [fleet_pb2.BlobRef(digest=blob.digest, num_bytes=blob.num_bytes) for blob in shard_blobs(manifest, layers)]
+    mapped = mapped_blobs(manifest, layers)
+    return [
+        fleet_pb2.BlobRef(digest=blob.digest, num_bytes=blob.num_bytes, is_mapped=blob.digest in mapped)
+        for blob in shard_blobs(manifest, layers)
+    ]
 
 
 def load_command(

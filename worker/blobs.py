@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shoal.errors import CorruptBlob
+from shoal.memory import need_bytes
 from shoal.v1 import fleet_pb2
 
 # (digest, offset) -> the chunks from there on
@@ -90,3 +91,11 @@ def sha256_of(path: Path) -> str:
         while chunk := file.read(_READ_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def need_of(blobs: Iterable[fleet_pb2.BlobRef], kv_bytes: int) -> int:
+    """The memory that a shard of these blobs takes."""
+    sizes = {True: 0, False: 0}
+    for blob in blobs:
+        sizes[blob.is_mapped] += blob.num_bytes
+    return need_bytes(sizes[False], sizes[True], kv_bytes)

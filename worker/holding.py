@@ -18,10 +18,9 @@ import grpc
 
 from shoal import messages, rpc
 from shoal.errors import CorruptBlob, ShoalError, StorageFull
-from shoal.memory import need_bytes
 from shoal.types import DeviceProfile, LayerRange
 from shoal.v1 import fleet_pb2, fleet_pb2_grpc
-from worker.blobs import BlobCache
+from worker.blobs import BlobCache, need_of
 from worker.commands import LoadStage, StageFailed, SuspendStage, UnloadStage
 from worker.emulation import check_fits
 from worker.stage import StageSpec
@@ -195,7 +194,7 @@ class Holding:
         try:
             if not self._is_loaded:
                 kv_bytes = spec.shape.kv_tokens * spec.shape.kv_bytes_per_token
-                need = need_bytes(self.weight_bytes, kv_bytes)
+                need = need_of(command.blobs, kv_bytes)
                 check_fits(self._profile, need, f"{self._worker_id}: layers of {command.pipeline_id}")
                 fetched_bytes = await self._blobs.ensure(command.blobs, partial(_fetch, stub))
                 logger.info("blobs_ready pipeline=%s fetched_bytes=%d", command.pipeline_id, fetched_bytes)

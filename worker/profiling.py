@@ -27,10 +27,10 @@ import psutil
 
 from shoal.codec import pack_activations, pack_frame, unpack_activations
 from shoal.errors import InvalidRequest
-from shoal.memory import need_bytes
 from shoal.messages import shape_from_proto
 from shoal.types import DeviceProfile, SamplingParams, ShardShape
 from shoal.v1 import fleet_pb2, flow_pb2
+from worker.blobs import need_of
 from worker.emulation import SlowDown, check_fits
 from worker.sampling import Sampler
 from worker.session import runtime_summary
@@ -157,7 +157,7 @@ def _check(command: fleet_pb2.Measure, profile: DeviceProfile) -> None:
     for shape in (command.layers_shape, command.head_shape):
         if not shape.num_layers or shape.num_slots < ROWS[-1] or shape.slot_tokens < CHUNK_TOKENS:
             raise InvalidRequest("measure.layers_shape", f"needs layers, and {ROWS[-1]} slots of {CHUNK_TOKENS} tokens")
-    need = need_bytes(sum(blob.num_bytes for blob in command.blobs), 0)
+    need = need_of(command.blobs, 0)
     check_fits(profile, need, "measuring a few layers")
 
 

@@ -14,8 +14,9 @@ from shoal.memory import need_bytes
 class ModelFootprint:
     """A model's sizes.
 
-    embedding_bytes: held by the first stage; by the last too, if the head is tied to it. head_bytes: of the head alone.
-    shared_bytes: held by every stage (rotary tables). activation_bytes: of one row between two stages.
+    embedding_bytes: held by the first stage, which looks up in it; by the last too, if the head is tied to it. head_bytes:
+    of the head alone. shared_bytes: of what every stage looks up in (rotary tables). activation_bytes: of one row between
+    two stages.
     """
 
     layer_bytes: tuple[int, ...]
@@ -31,16 +32,23 @@ class ModelFootprint:
     def num_layers(self) -> int:
         return len(self.layer_bytes)
 
+    @property
+    def last_bytes(self) -> int:
+        """Of what the last stage multiplies with behind its layers."""
+        return self.head_bytes + (self.embedding_bytes if self.is_head_tied else 0)
+
     def weight_bytes(self, start: int, stop: int) -> int:
         """Stored bytes of all a stage with layers [start, stop) loads."""
-        is_first, is_last = start == 0, stop == self.num_layers
-        has_embedding = is_first or (is_last and self.is_head_tied)
-        ends = self.embedding_bytes * has_embedding + self.head_bytes * is_last
-        return sum(self.layer_bytes[start:stop]) + ends + self.shared_bytes
-
-    def fixed_bytes(self, start: int, stop: int) -> int:
-        """Memory of a stage without KV."""
-        return need_bytes(self.weight_bytes(start, stop), 0)
+        return self._packed_bytes(start, stop) + self._mapped_bytes(start, stop)
 
     def need_bytes(self, start: int, stop: int, kv_tokens: int) -> int:
-        return self.fixed_bytes(start, stop) + (stop - start) * self.kv_bytes_per_token_per_layer * kv_tokens
+        """Memory of a stage with room for so many tokens in each of its layers."""
+        kv_bytes = (stop - start) * self.kv_bytes_per_token_per_layer * kv_tokens
+        return need_bytes(self._packed_bytes(start, stop), self._mapped_bytes(start, stop), kv_bytes)
+
+    def _packed_bytes(self, start: int, stop: int) -> int:
+        return sum(self.layer_bytes[start:stop]) + (self.last_bytes if stop == self.num_layers else 0)
+
+    def _mapped_bytes(self, start: int, stop: int) -> int:
+        is_packed = stop == self.num_layers and self.is_head_tied
+        return self.shared_bytes + (self.embedding_bytes if start == 0 and not is_packed else 0)

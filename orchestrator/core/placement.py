@@ -111,7 +111,7 @@ def _kv_room(model: ModelFootprint, devices: Sequence[DeviceFigures], stops: Seq
     """KV tokens that the tightest stage has memory for; less than 0 if not even the weights fit."""
     rooms = []
     for device, start, stop in zip(devices, (0, *stops), stops, strict=False):
-        spare = device.shard_bytes - model.fixed_bytes(start, stop)
+        spare = device.shard_bytes - model.need_bytes(start, stop, 0)
         rooms.append(round_down_to_page(spare // ((stop - start) * model.kv_bytes_per_token_per_layer)))
     return min(rooms)
 

@@ -124,7 +124,7 @@ def predict(model: ModelFootprint, fleet: FleetFigures, placement: Placement, de
         stages=tuple(
             StagePrediction(
                 stage=stage,
-                fixed_bytes=model.fixed_bytes(stage.layers.start, stage.layers.stop),
+                fixed_bytes=model.need_bytes(stage.layers.start, stage.layers.stop, 0),
                 memory_bytes=device.shard_bytes,
                 pass_s=pass_s,
                 busy=pass_s * rate / rows,

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 from orchestrator.core.figures import FleetFigures, LinkFigures
 from orchestrator.core.footprint import ModelFootprint
-from shoal.memory import most_weight_bytes
+from shoal.memory import need_bytes
 from shoal.types import WorkerId
 
 # Better by less is not better: sums of the same times in another order are.
@@ -62,23 +62,21 @@ def room_for(model: ModelFootprint, shard_bytes: int, kv_tokens: int) -> Room:
     num_layers = model.num_layers
     ends = [0, *accumulate(model.layer_bytes)]
     kv_bytes = kv_tokens * model.kv_bytes_per_token_per_layer
-    tied_bytes = model.head_bytes + model.embedding_bytes * model.is_head_tied
 
-    # By the number of layers.
-    most = [most_weight_bytes(shard_bytes, number * kv_bytes) for number in range(num_layers + 1)]
-
-    def fits(start: int, stop: int, more_bytes: int) -> bool:
-        return ends[stop] - ends[start] + more_bytes + model.shared_bytes <= most[stop - start]
+    # As model.need_bytes() of a stage that does not have both ends, without adding up its layers each time.
+    def fits(start: int, stop: int) -> bool:
+        packed_bytes = ends[stop] - ends[start] + (model.last_bytes if stop == num_layers else 0)
+        mapped_bytes = model.shared_bytes + (model.embedding_bytes if start == 0 else 0)
+        return need_bytes(packed_bytes, mapped_bytes, (stop - start) * kv_bytes) <= shard_bytes
 
     reach, stop = [], 0
     for start in range(num_layers):
         stop = max(stop, start)
-        first_bytes = model.embedding_bytes if start == 0 else 0
-        while stop + 1 < num_layers and fits(start, stop + 1, first_bytes):
+        while stop + 1 < num_layers and fits(start, stop + 1):
             stop += 1
         reach.append(stop)
     last_start = num_layers
-    while last_start > 1 and fits(last_start - 1, num_layers, tied_bytes):
+    while last_start > 1 and fits(last_start - 1, num_layers):
         last_start -= 1
     max_layers = max(num_layers - last_start, *(stop - start for start, stop in enumerate(reach)))
     return Room(tuple(reach), last_start, model.need_bytes(0, num_layers, kv_tokens) <= shard_bytes, max_layers)

@@ -335,12 +335,14 @@ class Heartbeat(_message.Message):
     def __init__(self, telemetry: _Optional[_Union[Telemetry, _Mapping]] = ...) -> None: ...
 
 class BlobRef(_message.Message):
-    __slots__ = ("digest", "num_bytes")
+    __slots__ = ("digest", "num_bytes", "is_mapped")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    IS_MAPPED_FIELD_NUMBER: _ClassVar[int]
     digest: str
     num_bytes: int
-    def __init__(self, digest: _Optional[str] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+    is_mapped: bool
+    def __init__(self, digest: _Optional[str] = ..., num_bytes: _Optional[int] = ..., is_mapped: _Optional[bool] = ...) -> None: ...
 
 class StageAddress(_message.Message):
     __slots__ = ("worker_id", "flow_address", "socket_address")

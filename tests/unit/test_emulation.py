@@ -290,8 +290,8 @@ def test_a_negative_link_is_refused(link: LinkProfile) -> None:
         LinkShaper(link)
 
 
-def test_need_counts_weights_with_their_repacked_copy_kv_and_workspace() -> None:
-    assert need_bytes(100_000_000, 7) == 230_000_007 + 130 * 2**20
+def test_need_counts_weights_with_their_repacked_copy_tables_kv_and_workspace() -> None:
+    assert need_bytes(100_000_000, 5_000_000, 7) == 135_000_007 + 130 * 2**20
 
 
 def test_a_shard_of_exactly_the_memory_fits() -> None:

@@ -23,8 +23,8 @@ from tests.support.builders import MIB, make_model, make_profile, make_workers
 MODEL = make_model()
 # Weights of all layers take 406 MiB, KV for the least context 23 MiB.
 WHOLE = 1024 * MIB
-HALF = 330 * MIB
-THIRD = 260 * MIB
+HALF = 250 * MIB
+THIRD = 200 * MIB
 TINY = 140 * MIB
 RULES = Demand(num_streams=16)
 TWO_REPLICAS = Demand(num_streams=16, replicas=2)
@@ -229,7 +229,7 @@ profiles_strategy = st.lists(
     st.builds(
         device,
         st.sampled_from(DeviceMode),
-        memory_bytes=st.sampled_from((TINY, 200 * MIB, HALF, 440 * MIB, WHOLE)),
+        memory_bytes=st.sampled_from((TINY, 180 * MIB, HALF, 330 * MIB, WHOLE)),
         speed=st.sampled_from((0.25, 0.5, 1.0, 2.0)),
     ),
     min_size=1,
@@ -350,7 +350,7 @@ class TestObjectives:
         assert members(placements) == {"p1": ("w0", "w1")}
         assert modes(placements) == [DeviceMode.MIXED]
 
-    @pytest.mark.parametrize(("memory_bytes", "num_pipelines"), [(WHOLE, 4), (400 * MIB, 2)])
+    @pytest.mark.parametrize(("memory_bytes", "num_pipelines"), [(WHOLE, 4), (300 * MIB, 2)])
     def test_without_a_number_there_are_as_many_replicas_as_give_most_tokens(
         self, memory_bytes: int, num_pipelines: int
     ) -> None:

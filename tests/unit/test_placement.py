@@ -89,12 +89,12 @@ class TestForOneStream:
         assert placement.worker_ids == ("w1",)
 
     def test_it_is_as_few_devices_as_hold_the_model(self) -> None:
-        half = make_profile(memory_bytes=400 * MIB)
+        half = make_profile(memory_bytes=300 * MIB)
         placement = place_on(make_model(), half, half, half, objective=Objective.LATENCY)
         assert placement.worker_ids == ("w0", "w1")
 
     def test_the_nearer_of_two_is_taken(self) -> None:
-        half = make_profile(memory_bytes=400 * MIB)
+        half = make_profile(memory_bytes=300 * MIB)
         workers = make_workers(half, half, half)
         ids = [worker_id for worker_id, _ in workers]
         near: dict[LinkEnds, LinkFigures] = {(ids[0], ids[2]): LinkFigures(0.001)}
@@ -121,7 +121,7 @@ class TestMemory:
         placement = place_on(make_model(), make_profile(memory_bytes=4 * GIB), num_streams=2)
         kv_bytes = 2 * 2048 * 30 * 1536
         assert placement.kv_tokens == 2 * 2048
-        assert placement.stages[0].need_bytes == round(2.3 * (120 * MIB + 4096)) + 130 * MIB + kv_bytes
+        assert placement.stages[0].need_bytes == round(1.3 * (120 * MIB + 4096)) + 130 * MIB + kv_bytes
 
     def test_kv_takes_what_the_tightest_stage_has_left(self) -> None:
         placement = place_on(make_model(), make_profile(memory_bytes=512 * MIB), make_profile(memory_bytes=4 * GIB))
@@ -188,7 +188,7 @@ class TestImpossible:
         small, slow = make_profile(memory_bytes=100 * MIB), make_profile(memory_bytes=200 * MIB, speed=0.001)
         with pytest.raises(PlacementImpossible) as impossible:
             place_on(make_model(), small, slow)
-        need = round(2.3 * (120 * MIB + 4096)) + 130 * MIB + MIN_CONTEXT_TOKENS * 30 * 1536
+        need = round(1.3 * (120 * MIB + 4096)) + 130 * MIB + MIN_CONTEXT_TOKENS * 30 * 1536
         lack, message = need - 100 * MIB, impossible.value.message
         assert f"w0 (phone) has {100 * MIB} bytes, needs {need} for layers [0, 30): lacks {lack}" in message
         assert f"w1 (phone) has {200 * MIB} bytes, gets no layer" in message
