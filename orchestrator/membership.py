@@ -6,10 +6,13 @@ Decodes and checks, then calls `control`, which decides. Blobs are served from t
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
+
+import grpc
 
 from modelstore.manifest import Manifest
 from modelstore.store import ModelStore
@@ -20,6 +23,8 @@ from shoal import rpc
 from shoal.errors import CorruptBlob, InvalidRequest, ProtocolMismatch
 from shoal.types import PROTOCOL_VERSION
 from shoal.v1 import fleet_pb2, fleet_pb2_grpc
+
+logger = logging.getLogger(__name__)
 
 # Small, so that a slow link is not filled: a call lets as much be on the way as its next message has.
 CHUNK_BYTES = 32 << 10
@@ -92,6 +97,11 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         try:
             async for request in requests:
                 self._control.on_event(session, request)
+        except grpc.aio.BaseError:
+            logger.debug("connection_broken worker=%s", session.worker_id, exc_info=True)
+        except Exception:
+            # A fault of ours: the worker attaches again, and somebody can find out why it had to.
+            logger.exception("event_failed worker=%s", session.worker_id)
         finally:
             session.close()
 

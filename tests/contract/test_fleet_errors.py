@@ -319,6 +319,29 @@ async def test_a_device_too_small_beside_another_one_is_left_out(fleet_model: Ti
     assert {device.worker_id: device.layers is None for device in status.devices} == {"w0": True, "w1": False}
 
 
+async def test_a_fault_of_the_orchestrator_in_an_event_is_logged_and_the_worker_attaches_again(
+    fleet_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults = [KeyError("a fault of ours")]
+    as_it_is = control.Control.on_event
+
+    def on_event(self: control.Control, *event: Any) -> None:
+        if faults and event[1].HasField("heartbeat"):
+            raise faults.pop()
+        as_it_is(self, *event)
+
+    monkeypatch.setattr(control.Control, "on_event", on_event)
+    async with start_fleet(fleet_model.store.root, tmp_path) as mixed:
+        mixed.add_worker("w0")
+        await mixed.serving(1)
+        answer = await mixed.client.generate("hello", max_tokens=2)
+
+    assert not faults
+    assert "event_failed worker=w0" in caplog.text
+    assert "a fault of ours" in caplog.text
+    assert answer.completion_tokens == 2
+
+
 @pytest.mark.usefixtures("quick_retry")
 async def test_a_shard_that_a_device_refuses_is_told_and_goes_to_another(
     fleet_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
