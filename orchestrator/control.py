@@ -376,7 +376,7 @@ class Control:
         self._prefetching.remove(worker_id)
 
     def _pipeline_lost(self, worker_id: WorkerId, message: str, *, is_gone: bool = True) -> None:
-        """A worker cannot go on: if it is a stage of a pipeline, have another device take its place, if there is one.
+        """A worker cannot go on: if it is a stage of a pipeline, have others take its place, where there are such.
 
         The answers wait for that, with what the other stages hold of them; else all layers are placed anew. is_gone: the
         worker is not to be used any more; False: only its link to the next one broke, so both stay where they are.
@@ -398,17 +398,17 @@ class Control:
             self._repair(placement, worker_id, is_gone=is_gone)
 
     def _repair(self, placement: Placement, worker_id: WorkerId, *, is_gone: bool) -> None:
-        """Put a placement in force again, another device in the place of one that is gone; or place all anew."""
+        """Put a placement in force again, with others in the place of one that is gone; or place all anew."""
         others = self._fleet.placements
-        holders = {one for other in (*others, placement) for one in other.worker_ids}
         left = set(placement.worker_ids) - ({worker_id} if is_gone else set())
         # A cordoned one keeps what it has; one that leaves gets nothing again.
         are_there = all(self._fleet.state(one) in PLACEABLE and one not in self._unlinked for one in left)
         repaired = None
         if are_there and time.monotonic() >= self._retry_at:
-            free = tuple(worker for worker in self._usable() if worker[0] not in holders)
-            figures = self.measuring.figures()
+            usable, figures = self._usable(), self.measuring.figures()
+            free = tuple(one for one in usable if self._is_unplaced(one[0]) and one[0] not in placement.worker_ids)
             repaired = self._planner.repair(placement, worker_id, free, figures) if is_gone else placement
+            repaired = repaired or self._planner.absorb(placement, worker_id, usable, figures)
         if repaired is None:
             self._consider_placement()
             return

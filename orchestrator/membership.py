@@ -6,13 +6,10 @@ Decodes and checks, then calls `control`, which decides. Blobs are served from t
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
-
-import grpc
 
 from modelstore.manifest import Manifest
 from modelstore.store import ModelStore
@@ -23,8 +20,6 @@ from shoal import rpc
 from shoal.errors import CorruptBlob, InvalidRequest, ProtocolMismatch
 from shoal.types import PROTOCOL_VERSION
 from shoal.v1 import fleet_pb2, fleet_pb2_grpc
-
-logger = logging.getLogger(__name__)
 
 # Small, so that a slow link is not filled: a call lets as much be on the way as its next message has.
 CHUNK_BYTES = 32 << 10
@@ -65,6 +60,9 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
             self._control.joined(session.worker_id)
             while (command := await session.next_command()) is not None:
                 yield command
+            # A fault of ours in an event ends the call, and is logged with it; the worker attaches again.
+            if reading.done() and not reading.cancelled():
+                reading.result()
         finally:
             reading.cancel()
             self._control.left(session)
@@ -97,11 +95,6 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         try:
             async for request in requests:
                 self._control.on_event(session, request)
-        except grpc.aio.BaseError:
-            logger.debug("connection_broken worker=%s", session.worker_id, exc_info=True)
-        except Exception:
-            # A fault of ours: the worker attaches again, and somebody can find out why it had to.
-            logger.exception("event_failed worker=%s", session.worker_id)
         finally:
             session.close()
 

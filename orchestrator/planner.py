@@ -20,7 +20,7 @@ from orchestrator.core.footprint import ModelFootprint
 from orchestrator.core.grouping import Plan, plan
 from orchestrator.core.placement import Placement, Stage, Worker, check_split
 from orchestrator.core.predictions import cost_s
-from orchestrator.core.repair import repair, takers
+from orchestrator.core.repair import absorb, repair, takers
 from orchestrator.core.reunion import Held, reunite
 from orchestrator.shards import footprint
 from shoal.config import OrchestratorConfig
@@ -83,6 +83,16 @@ class Planner:
         """
         fleet = declared_fleet(self._footprint, free, figures)
         return repair(self._footprint, placement, lost, [worker_id for worker_id, _ in free], fleet)
+
+    def absorb(
+        self, placement: Placement, lost: WorkerId, workers: Sequence[Worker], figures: FleetFigures | None = None
+    ) -> Placement | None:
+        """Give the layers of a lost worker to the stages beside it: same id, one stage fewer. None if that will not do.
+
+        workers: all that may be given layers.
+        """
+        fleet = declared_fleet(self._footprint, workers, figures)
+        return absorb(self._footprint, placement, lost, [one for one, _ in workers], fleet, self.demand)
 
     def takers(
         self, placements: Iterable[Placement], free: Sequence[Worker], figures: FleetFigures

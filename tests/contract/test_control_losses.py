@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 from orchestrator import control
 from shoal.types import PipelineId, WorkerId
@@ -35,6 +36,48 @@ async def test_a_device_that_stands_by_takes_the_stage_of_a_lost_one(fleet_model
     desk.bring_up("w2", "w1")
 
     assert desk.serving() == {"p1": ["w2", "w1"]}
+
+
+def make_three(model: TinyModel, *, split: str = "") -> Desk:
+    """p1 is w0, w1 and w2, with one, one and two layers; nobody stands by."""
+    desk = make_desk(model, split="1,1,2", expect_workers=3)
+    for name in ("w0", "w1", "w2"):
+        desk.join(name)
+    desk.bring_up("w0", "w1", "w2")
+    desk.control._planner.demand = replace(desk.control._planner.demand, split=(1, 1, 2) if split else None)
+    return desk
+
+
+async def test_where_nobody_stands_by_the_stages_beside_a_lost_one_take_its_layers(fleet_model: TinyModel) -> None:
+    desk = make_three(fleet_model)
+    epoch = desk.epoch(P1)
+    for name in ("w0", "w2"):
+        desk.commands(name)
+
+    desk.lose("w1")
+    desk.bring_up("w0", "w2")
+
+    (placement,) = desk.control._fleet.placements
+    assert desk.serving() == {"p1": ["w0", "w2"]}
+    assert desk.epoch(P1) > epoch
+    assert [str(stage.layers) for stage in placement.stages] == ["[0, 2)", "[2, 4)"]
+
+
+async def test_a_cordoned_stage_takes_no_layers_of_a_lost_one(fleet_model: TinyModel) -> None:
+    desk = make_three(fleet_model)
+    desk.control.relief.cordon(WorkerId("w0"), True)
+
+    desk.lose("w1")
+
+    assert "w0" not in desk.hub.routes.get(P1, ())
+
+
+async def test_a_split_that_an_operator_wants_is_not_changed_by_a_loss(fleet_model: TinyModel) -> None:
+    desk = make_three(fleet_model, split="1,1,2")
+
+    desk.lose("w1")
+
+    assert P1 not in desk.hub.routes
 
 
 async def test_a_link_that_breaks_is_opened_anew_between_the_same_devices(fleet_model: TinyModel) -> None:

@@ -337,7 +337,7 @@ async def test_a_fault_of_the_orchestrator_in_an_event_is_logged_and_the_worker_
         answer = await mixed.client.generate("hello", max_tokens=2)
 
     assert not faults
-    assert "event_failed worker=w0" in caplog.text
+    assert "unexpected_error method=FleetServicer.Attach" in caplog.text
     assert "a fault of ours" in caplog.text
     assert answer.completion_tokens == 2
 

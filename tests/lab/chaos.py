@@ -214,13 +214,11 @@ def run(lab: ComposeLab) -> bool:
         outcomes.append(suffer(lab, number, expected))
         sys.stdout.write(f"{outcomes[-1].to_text()}\n")
         sys.stdout.flush()
-    gaps = [gap for one in outcomes if one.had_standby and "killed" in one.fault for gap in one.gaps_s]
+    gaps = [gap for one in outcomes if "killed" in one.fault for gap in one.gaps_s]
     if gaps:
         p95_s = percentile(gaps, 0.95)
         verdict = "met" if p95_s <= TARGET_GAP_S else "missed"
-        sys.stdout.write(
-            f"killed while a device stood by: gap p95 {p95_s:.2f} s (target {TARGET_GAP_S} s: {verdict})\n"
-        )
+        sys.stdout.write(f"killed: gap p95 {p95_s:.2f} s (target {TARGET_GAP_S} s: {verdict})\n")
     return not any(one.wrong for one in outcomes)
 
 
