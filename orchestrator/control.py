@@ -408,7 +408,7 @@ class Control:
             usable, figures = self._usable(), self.measuring.figures()
             free = tuple(one for one in usable if self._is_unplaced(one[0]) and one[0] not in placement.worker_ids)
             repaired = self._planner.repair(placement, worker_id, free, figures) if is_gone else placement
-            repaired = repaired or self._planner.absorb(placement, worker_id, usable, figures)
+            repaired = repaired or self._planner.absorb(placement, worker_id, usable, self._fleet.profiles(), figures)
         if repaired is None:
             self._consider_placement()
             return

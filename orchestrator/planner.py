@@ -85,14 +85,19 @@ class Planner:
         return repair(self._footprint, placement, lost, [worker_id for worker_id, _ in free], fleet)
 
     def absorb(
-        self, placement: Placement, lost: WorkerId, workers: Sequence[Worker], figures: FleetFigures | None = None
+        self,
+        placement: Placement,
+        lost: WorkerId,
+        usable: Sequence[Worker],
+        known: Sequence[Worker],
+        figures: FleetFigures | None = None,
     ) -> Placement | None:
         """Give the layers of a lost worker to the stages beside it: same id, one stage fewer. None if that will not do.
 
-        workers: all that may be given layers.
+        usable: may be given layers. known: all that are there; others of the placement keep what they have.
         """
-        fleet = declared_fleet(self._footprint, workers, figures)
-        return absorb(self._footprint, placement, lost, [one for one, _ in workers], fleet, self.demand)
+        fleet = declared_fleet(self._footprint, known, figures)
+        return absorb(self._footprint, placement, lost, [one for one, _ in usable], fleet, self.demand)
 
     def takers(
         self, placements: Iterable[Placement], free: Sequence[Worker], figures: FleetFigures
