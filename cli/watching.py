@@ -36,6 +36,11 @@ class StatusWatch:
         self._seen_at = clock()
         self._look_at = self._seen_at
 
+    @property
+    def is_deserted(self) -> bool:
+        """Whether no device was attached at the last look, be it of this machine or of another."""
+        return not self._seen.devices
+
     def look(self, told: set[str]) -> list[str]:
         """What is to be told; told: devices whose end was told already, without those that have joined again."""
         now = self._clock()
@@ -51,7 +56,7 @@ class StatusWatch:
 
 
 def watch(fleet: LocalFleet, first: FleetStatus, hear: Callable[[], None]) -> NoReturn:
-    """Tell what happens until interrupted; raise LaunchFailed when all devices of this machine have ended.
+    """Tell what happens until interrupted; raise LaunchFailed when its devices have all ended and no other is there.
 
     hear: tells what others have to say.
     """
@@ -62,11 +67,14 @@ def watch(fleet: LocalFleet, first: FleetStatus, hear: Callable[[], None]) -> No
         status = StatusWatch(first, lambda: try_status(client))
         while True:
             lost = [child for child in fleet.ended() if child.profile is not None]
-            if lost and len(lost) == len(fleet.worker_ids):
+            are_all = len(lost) == len(fleet.worker_ids)
+            # Others may have joined from elsewhere, or been started again by hand.
+            if lost and are_all and status.is_deserted:
                 raise failure_of_all(lost)
             for child in lost:
                 if child.name not in told:
-                    note(f"{child.name} {how_it_ended(child)}; the others go on without it (log: {child.log_path})")
+                    others = "" if are_all else "; the others go on without it"
+                    note(f"{child.name} {how_it_ended(child)}{others} (log: {child.log_path})")
                     told.add(child.name)
             for line in (fleet.revive(), "" if fleet.redis is None else fleet.redis.revive(), *status.look(told)):
                 if line:

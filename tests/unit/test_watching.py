@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from itertools import chain, repeat
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
+import pytest
+
+from cli import watching
 from cli.changes import changes
 from cli.watching import STATUS_S, StatusWatch
+from launch.local import LocalFleet
+from shoal.errors import LaunchFailed
 from shoal.status import DepartedDevice, FleetStatus, status_from_proto
 from shoal.v1 import admin_pb2, types_pb2
 
@@ -120,3 +128,57 @@ def test_a_device_that_was_lost_again_while_nobody_looked_is_told_again() -> Non
     look.after(0.0)
 
     assert look.after(10.0) == ["phone-1 was lost (no heartbeat for 5 s)"]
+
+
+class Ended(Exception):
+    """Time to look at what was told."""
+
+
+def watched(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], num_ended: int, *seen: FleetStatus
+) -> str:
+    """What is told of a fleet of two, some of whose processes have ended, until all of this was seen."""
+    children = [
+        SimpleNamespace(
+            name=name, profile="phone", process=SimpleNamespace(returncode=-9), log_path=Path("log"), last_log_lines=[]
+        )
+        for name in LAYERS
+    ]
+    fleet = SimpleNamespace(
+        address="127.0.0.1:1", worker_ids=list(LAYERS), redis=None, ended=lambda: children[:num_ended], revive=str
+    )
+    answers = chain(seen, repeat(None))
+
+    def ask(_: object) -> FleetStatus:
+        answer = next(answers)
+        if answer is None:
+            raise Ended
+        return answer
+
+    monkeypatch.setattr("launch.local.try_status", ask)
+    monkeypatch.setattr(watching, "STATUS_S", 0.0)
+    monkeypatch.setattr(watching, "WATCH_S", 0.0)
+    with pytest.raises(Ended):
+        watching.watch(cast(LocalFleet, fleet), TWO, lambda: None)
+    return capsys.readouterr().err
+
+
+def test_devices_that_ended_are_told_while_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "phone-1 was ended by SIGKILL; the others go on without it" in watched(monkeypatch, capsys, 1, TWO)
+
+
+def test_a_fleet_whose_own_devices_have_all_ended_goes_on_with_those_that_joined_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = watched(monkeypatch, capsys, 2, TWO, TWO)
+
+    assert "tablet-1 was ended by SIGKILL (log: log)" in lines
+
+
+def test_a_fleet_that_nobody_is_left_of_has_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(LaunchFailed, match="all 2 devices have ended"):
+        watched(monkeypatch, capsys, 2, TWO, replace(TWO, devices=()), TWO)
