@@ -33,10 +33,13 @@ def scale(
     from launch.scaling import parse_count
 
     parsed = [parse_count(text) for text in counts]
+    wanted = dict(parsed)
+    if len(wanted) < len(parsed):
+        raise ConfigError("a name is given more than once: say how many of it there are to be in all", field="count")
     with _changing(server) as change:
-        for name, count in parsed:
-            change.scale(name, count)
-            say(f"{name}: {count}")
+        change.scale(wanted)
+    for name, count in wanted.items():
+        say(f"{name}: {count}")
 
 
 def roll(server: Server = DEFAULT_SERVER) -> None:

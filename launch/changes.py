@@ -7,7 +7,7 @@ What goes is drained first, what comes is waited for; the launcher, told by its 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
@@ -37,17 +37,20 @@ class Change:
         self._desk = desk
         self._say = say
 
-    def scale(self, name: str, count: int) -> None:
-        """Have so many devices of a name.
+    def scale(self, counts: Mapping[str, int]) -> None:
+        """Have so many devices of each name.
 
-        Raises PlacementImpossible, with nothing changed, if those that stay cannot hold the model.
+        Raises PlacementImpossible, with nothing changed, if those that stay cannot hold the model, and ConfigError if none
+        would stay.
         """
         with self._letting_in():
-            self._scale(name, count)
+            self._scale(counts)
 
-    def _scale(self, name: str, count: int) -> None:
+    def _scale(self, counts: Mapping[str, int]) -> None:
         before = self._look()
-        after = scaled(before.devices, absolute(name), count)
+        after = list(before.devices)
+        for name, count in counts.items():
+            after = scaled(after, absolute(name), count)
         old, new = _ids(before.devices), _ids(after)
         leaving = [worker_id for worker_id in old if worker_id not in new]
         self._drain(leaving)
@@ -90,11 +93,11 @@ class Change:
         there = self._desk.look()
         status = self._client.status()
         if not status.ready:
-            self._say(f"the fleet does not serve yet, or just now: {status.waiting_for}")
+            self._say(f"the fleet does not serve at the moment: {status.waiting_for}")
             self._await(
                 lambda: self._client.status().ready,
                 JOIN_S,
-                f"it still does not, and is left as it is: {status.waiting_for}",
+                f"it still does not serve, and is left as it is: {status.waiting_for}",
             )
         return there
 

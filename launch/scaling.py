@@ -34,7 +34,7 @@ def parse_count(text: str) -> tuple[str, int]:
     name, equals, count = text.partition("=")
     if not (equals and name and count.isascii() and count.isdigit() and int(count) <= MAX_DEVICES):
         raise ConfigError(
-            f"{text!r} is not allowed; it must be NAME=COUNT such as tablet=4, with a count from 0 to {MAX_DEVICES}",
+            f"{text!r} does not say how many are wanted: write NAME=COUNT as in tablet=4, of 0 to {MAX_DEVICES}",
             field="count",
         )
     return name, int(count)

@@ -123,7 +123,7 @@ def change(fleet: FakeFleet) -> Change:
 def test_a_device_that_is_wanted_comes(desk: AttendedDesk) -> None:
     fleet = FakeFleet(desk)
 
-    change(fleet).scale("tablet", 3)
+    change(fleet).scale({"tablet": 3})
 
     assert fleet.there == ["phone-1", "tablet-1", "tablet-2", "tablet-3"]
     assert fleet.happened == ["tablet-3 has joined"]
@@ -132,18 +132,37 @@ def test_a_device_that_is_wanted_comes(desk: AttendedDesk) -> None:
 def test_a_device_that_goes_is_drained_before_and_its_name_is_free_after(desk: AttendedDesk) -> None:
     fleet = FakeFleet(desk)
 
-    change(fleet).scale("tablet", 1)
+    change(fleet).scale({"tablet": 1})
 
     assert fleet.there == ["phone-1", "tablet-1"]
     assert fleet.happened == ["drain tablet-2", "tablet-2 is drained", "tablet-2 has gone"]
     assert not fleet.cordoned
 
 
+def test_several_names_are_one_change(desk: AttendedDesk) -> None:
+    fleet = FakeFleet(desk)
+
+    change(fleet).scale({"tablet": 1, "phone": 2})
+
+    assert fleet.there == ["phone-1", "phone-2", "tablet-1"]
+    assert fleet.happened == ["drain tablet-2", "tablet-2 is drained", "tablet-2 has gone", "phone-2 has joined"]
+
+
+def test_counts_that_together_leave_no_device_change_nothing(desk: AttendedDesk) -> None:
+    fleet = FakeFleet(desk)
+
+    with pytest.raises(ConfigError, match="phone=0 would leave no device"):
+        change(fleet).scale({"tablet": 0, "phone": 0})
+
+    assert fleet.happened == []
+    assert desk.look() == Wanted(DEVICES)
+
+
 def test_a_device_that_was_wanted_and_never_came_is_no_longer_wanted(desk: AttendedDesk) -> None:
     fleet = FakeFleet(desk)
     fleet.there.remove("tablet-2")
 
-    change(fleet).scale("tablet", 1)
+    change(fleet).scale({"tablet": 1})
 
     assert fleet.happened == ["tablet-2 has gone"]
     assert desk.look().devices == ("phone", "tablet")
@@ -153,8 +172,8 @@ def test_a_second_change_builds_on_the_first_though_there_was_nothing_to_wait_fo
     fleet = FakeFleet(desk)
     fleet.there.remove("tablet-2")
 
-    change(fleet).scale("tablet", 1)
-    change(fleet).scale("phone", 2)
+    change(fleet).scale({"tablet": 1})
+    change(fleet).scale({"phone": 2})
 
     assert desk.look().devices == ("phone", "tablet", "phone")
 
@@ -164,7 +183,7 @@ def test_a_device_that_the_others_cannot_do_without_stays_and_so_do_all(desk: At
     fleet.needed = {"tablet-2"}
 
     with pytest.raises(PlacementImpossible):
-        change(fleet).scale("tablet", 0)
+        change(fleet).scale({"tablet": 0})
 
     assert fleet.there == ["phone-1", "tablet-1", "tablet-2"]
     assert not fleet.cordoned
@@ -175,7 +194,7 @@ def test_a_device_that_loads_just_then_is_drained_when_that_is_over(desk: Attend
     fleet = FakeFleet(desk)
     fleet.loading = {"tablet-2": 3}
 
-    change(fleet).scale("tablet", 1)
+    change(fleet).scale({"tablet": 1})
 
     assert fleet.happened == ["drain tablet-2", "tablet-2 is drained", "tablet-2 has gone"]
 
@@ -186,7 +205,7 @@ def test_a_device_that_loads_without_end_is_told(desk: AttendedDesk, monkeypatch
     fleet.loading = {"tablet-2": 1_000_000}
 
     with pytest.raises(NotReady, match="tablet-2 is loading"):
-        change(fleet).scale("tablet", 1)
+        change(fleet).scale({"tablet": 1})
 
     assert fleet.there == ["phone-1", "tablet-1", "tablet-2"]
 
@@ -228,7 +247,7 @@ def test_the_name_of_a_device_that_went_is_free_whoever_had_cordoned_it(desk: At
     fleet = FakeFleet(desk)
     fleet.cordoned = {"tablet-2"}
 
-    change(fleet).scale("tablet", 1)
+    change(fleet).scale({"tablet": 1})
 
     assert not fleet.cordoned
 
@@ -269,9 +288,9 @@ def test_a_fleet_that_loads_just_then_is_changed_when_it_serves(desk: AttendedDe
     fleet = FakeFleet(desk)
     fleet.looks_until_ready = 3
 
-    change(fleet).scale("tablet", 3)
+    change(fleet).scale({"tablet": 3})
 
-    assert fleet.happened[0].endswith("just now: 2 of 3 devices have joined")
+    assert fleet.happened[0].endswith("at the moment: 2 of 3 devices have joined")
     assert fleet.happened[1:] == ["tablet-3 has joined"]
 
 
@@ -281,7 +300,7 @@ def test_a_fleet_that_never_starts_is_not_changed(desk: AttendedDesk, monkeypatc
     fleet.looks_until_ready = 1_000_000
 
     with pytest.raises(NotReady, match="2 of 3 devices have joined"):
-        change(fleet).scale("tablet", 1)
+        change(fleet).scale({"tablet": 1})
 
     assert desk.look() == Wanted(DEVICES)
 
@@ -299,7 +318,7 @@ def test_a_fleet_whose_launcher_is_gone_cannot_be_changed(desk: AttendedDesk, tm
     desk.leave()
 
     with pytest.raises(ConfigError, match="shoal up --on ray"):
-        change(FakeFleet(desk)).scale("tablet", 1)
+        change(FakeFleet(desk)).scale({"tablet": 1})
 
 
 def test_two_changes_at_once_would_undo_each_other_so_the_second_is_refused(tmp_path: Path, desk: AttendedDesk) -> None:
