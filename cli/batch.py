@@ -162,5 +162,5 @@ def _report(out: Path, progress: Progress) -> None:
     )
     if progress.num_failed:
         note(
-            f"{progress.num_failed} of them are errors: their lines have an object `error` with reason, field and message"
+            f"of these, errors: {progress.num_failed}; their lines have an object `error` with reason, field and message"
         )

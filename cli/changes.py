@@ -56,5 +56,5 @@ def _placed(before: FleetStatus, after: FleetStatus) -> Iterator[str]:
             yield f"layers are placed anew, pipeline {one.pipeline_id}: {placed(one, after)}"
     gone = known.keys() - {one.pipeline_id for one in after.pipelines}
     for pipeline_id in sorted(gone):
-        rest = "" if after.ready else f"; nothing serves: {after.waiting_for}"
+        rest = "" if after.ready else f"; answers wait until one does: {after.waiting_for}"
         yield f"pipeline {pipeline_id} serves no more{rest}"

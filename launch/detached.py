@@ -30,6 +30,8 @@ LINGER_S = 30.0
 # Leaving in order: a worker ends what it computes and says so.
 STOP_S = 5.0
 SPAWN_TIMEOUT_S = 20.0
+# Of a log in which nothing is wrong at the end.
+_ORDINARY = re.compile(r"^\S+ \S+ (DEBUG|INFO) ")
 # Starts its arguments as a process of nobody, says which, and ends.
 _DETACH = (
     "import subprocess, sys; "
@@ -121,7 +123,7 @@ class Keeper:
         self.forsake()
         now = self._clock()
         self._start_at = self._backoff.ended(now)
-        return self._tended(f"has ended, and is started again in {self._start_at - now:g} s: {self._last_words()}")
+        return self._tended(f"has ended, and is started again in {self._start_at - now:g} s {self._last_words()}")
 
     def _tended(self, news: str = "") -> Tended:
         pid = 0 if self._process is None else self._process.pid
@@ -195,8 +197,11 @@ class Keeper:
         return process if is_same else None
 
     def _last_words(self) -> str:
+        """What its log ends with, if that is trouble; who is killed has no time to say anything."""
         lines = self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
-        return lines[-1] if lines else "it said nothing"
+        if not lines or _ORDINARY.search(lines[-1]):
+            return f"(log: {self.log_path})"
+        return f"(it said: {lines[-1]})"
 
 
 def _is_running(process: psutil.Process) -> bool:

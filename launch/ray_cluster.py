@@ -383,7 +383,7 @@ def _connect(address: str) -> None:
     try:
         ray.init(address=address, namespace="shoal", log_to_driver=False, logging_level=logging.WARNING)
     except (ConnectionError, ValueError, RuntimeError, RayError) as error:
-        raise LaunchFailed(f"no Ray at {address!r}: {_first_line(error)}; {START_HINT}") from error
+        raise LaunchFailed(f"no Ray at {address!r}: {_first_sentence(error)}; {START_HINT}") from error
 
 
 def _check_reachable(address: str) -> None:
@@ -417,3 +417,8 @@ def _last_line(error: Exception) -> str:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _first_sentence(error: Exception) -> str:
+    """Without the advice that Ray adds."""
+    return _first_line(error).partition(". ")[0].removesuffix(".")

@@ -21,7 +21,7 @@ from typing import IO, Any, Self
 from launch.backoff import Backoff
 from launch.desk import Desk, Wanted
 from launch.detached import WorkerOrder
-from launch.local import Child, failure_of, how_it_ended, reachable
+from launch.local import Child, failure_of, reachable
 from launch.profiles import SHIPPED
 from launch.ray_nodes import NodeMap, NodeWish
 from launch.roster import Device, absolute, worker_ids
@@ -99,8 +99,7 @@ class RayDevices:
             self._start_at = self._backoff.ended(now)
             if not self.is_lost:
                 told.append(
-                    f"Ray is lost (its dispatcher {how_it_ended(self._dispatcher)}): devices go on, and are looked after "
-                    f"again when Ray is back (log: {self._log_path})"
+                    f"Ray is lost: devices go on, and are looked after again when Ray is back (log: {self._log_path})"
                 )
             self.is_lost = True
             self._close()
@@ -113,12 +112,13 @@ class RayDevices:
             self._devices = _orders(self._config, wanted.devices, self._node_map, self._redis_url)
         except ConfigError as error:
             return [f"devices stay as they are: {error.message}"]
-        self._wanted = wanted
+        before, self._wanted = [*self.placed], wanted
         self._desk.tell(wanted)
         self.placed = {worker_id: self.placed.get(worker_id, Placed()) for worker_id in self.worker_ids}
         if self._dispatcher is not None:
             self._send(is_first=False)
-        return [f"wanted are {', '.join(self.worker_ids)}"]
+        # Those that are to be started anew tell so themselves.
+        return [f"wanted are {', '.join(self.worker_ids)}"] if before != [*self.placed] else []
 
     def _start(self, *, is_first: bool) -> None:
         self._start_at = None

@@ -130,6 +130,17 @@ def test_a_worker_that_ends_is_started_again_after_a_while_and_its_last_words_ar
     assert again.pid not in (0, pid)
 
 
+def test_what_a_killed_worker_happened_to_say_before_is_no_reason(place: Place) -> None:
+    keeper = place.keeper(DEAF)
+    pid = place.tend(keeper).pid
+    with keeper.log_path.open("a") as log:
+        log.write("2026-12-01 03:36:27,260 INFO worker.agent peer_linked pipeline=p1\n")
+    psutil.Process(pid).kill()
+    until(lambda: has_ended(pid))
+
+    assert place.tend(keeper).news.endswith(f"started again in {FIRST_S:g} s (log: {keeper.log_path})")
+
+
 def test_stopping_ends_the_worker_and_it_is_started_no_more(place: Place) -> None:
     keeper = place.keeper()
     pid = place.tend(keeper).pid

@@ -78,6 +78,13 @@ def test_what_is_wanted_at_the_desk_is_taken_up_and_told_there(tmp_path: Path) -
     assert desk.look() == Wanted(("phone", "phone"), {"phone-1": 2})
 
 
+def test_devices_that_are_to_run_anew_are_the_same_ones(tmp_path: Path) -> None:
+    devices = make_devices(tmp_path, "phone")
+    Desk(tmp_path, 50_070).ask(Wanted(("phone",), {"phone-1": 1}))
+
+    assert devices.hear() == []
+
+
 def test_devices_that_cannot_be_are_told_and_those_there_are_stay(tmp_path: Path) -> None:
     devices = make_devices(tmp_path, "phone")
     Desk(tmp_path, 50_070).ask(Wanted(("phnoe",)))

@@ -82,7 +82,7 @@ def test_a_pipeline_that_comes_and_one_that_goes_are_told() -> None:
 def test_with_the_last_pipeline_it_is_told_what_is_waited_for() -> None:
     lines = told(TWO, pipelines=(), ready=False, waiting_for="300 MiB are missing")
 
-    assert lines == ["pipeline p1 serves no more; nothing serves: 300 MiB are missing"]
+    assert lines == ["pipeline p1 serves no more; answers wait until one does: 300 MiB are missing"]
 
 
 class Look:
