@@ -71,9 +71,14 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a fault did. detected_s: until the orchestrator's log tells of the loss; None where that is not to be told."""
+    """What a fault did.
+
+    had_standby: a device held nothing before. detected_s: until the orchestrator's log tells of the loss; None where that
+    is not to be told.
+    """
 
     streams: tuple[Stream, ...]
+    had_standby: bool
     hit_at: float
     detected_s: float | None
     wrong: tuple[str, ...]
@@ -174,6 +179,7 @@ class LossyFleet:
         """
         status = self.wait_whole()
         victim = str(status.pipelines[0].worker_ids[1])
+        had_standby = any(device.layers is None for device in status.devices)
 
         async def run() -> tuple[float, float]:
             async with AsyncClient(self.fleet.address, timeout_s=ANSWER_S) as client:
@@ -197,7 +203,7 @@ class LossyFleet:
         detected_s = None if fault is Fault.ORCHESTRATOR else self._detected_s(victim, hit_wall)
         if fault is Fault.KILL and not restarts_at_once:
             self.restart(victim)
-        return Outcome(tuple(streams), hit_at, detected_s, tuple(differences(streams, expected)))
+        return Outcome(tuple(streams), had_standby, hit_at, detected_s, tuple(differences(streams, expected)))
 
     def kill_redis(self) -> None:
         assert self.redis is not None
@@ -265,12 +271,17 @@ def _layers(status: FleetStatus | None) -> list[tuple[str, object]]:
 
 @contextmanager
 def lossy_fleet(
-    home: Path, *, num_devices: int = NUM_STAGES + 1, has_redis: bool = True, **options: Any
+    home: Path,
+    *,
+    num_devices: int = NUM_STAGES + 1,
+    profiles: Sequence[DeviceProfile] = (),
+    has_redis: bool = True,
+    **options: Any,
 ) -> Iterator[LossyFleet]:
-    """Run three stages and devices that stand by until the block ends."""
-    split = ",".join([str(NUM_LAYERS_EACH)] * NUM_STAGES)
+    """Run three stages and devices that stand by until the block ends; or these profiles, with layers cut as is best."""
+    split = "" if profiles else ",".join([str(NUM_LAYERS_EACH)] * NUM_STAGES)
     config = OrchestratorConfig(port=0, home=home, split=split, drain_s=1.0, **options)
     redis = EmbeddedRedis(home / "redis", 256 * MIB) if has_redis else None
-    with LocalFleet(config, [BOX] * num_devices, redis=redis) as fleet:
+    with LocalFleet(config, profiles or [BOX] * num_devices, redis=redis) as fleet:
         fleet.wait_ready(READY_S)
         yield LossyFleet(fleet, redis)

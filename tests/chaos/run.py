@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from launch.profiles import load_profile
 from modelstore.pull import pull
 from modelstore.store import ModelStore
 from shoal.config import OrchestratorConfig, default_home
@@ -42,6 +43,7 @@ def measure(fleet: LossyFleet, options: argparse.Namespace) -> list[Outcome]:
         gap_s = max(outcome.gaps_s, default=0.0)
         detected = "" if outcome.detected_s is None else f", detected after {outcome.detected_s * 1e3:.0f} ms"
         wrong = "; ".join(outcome.wrong) or "identical"
+        wrong += "" if outcome.had_standby else ", nobody stood by"
         sys.stdout.write(f"run {number + 1}: at token {after}{detected}, longest gap {gap_s:.2f} s, {wrong}\n")
         sys.stdout.flush()
     return outcomes
@@ -78,6 +80,10 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--profiles",
+        help="devices such as phone,tablet,laptop,phone with layers cut as is best, in place of three stages and a stand-by",
+    )
     redis = parser.add_mutually_exclusive_group()
     redis.add_argument("--no-redis", action="store_true", help="nothing is checkpointed outside of workers' memory")
     redis.add_argument(
@@ -89,7 +95,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="shoal-chaos-") as folder:
         for name in ("models", "blobs"):
             (Path(folder) / name).symlink_to(home / name)
-        with lossy_fleet(Path(folder), has_redis=not options.no_redis) as fleet:
+        profiles = [load_profile(name) for name in options.profiles.split(",")] if options.profiles else []
+        with lossy_fleet(Path(folder), profiles=profiles, has_redis=not options.no_redis) as fleet:
             outcomes = measure(fleet, options)
     sys.stdout.write(to_text(outcomes, options))
     if any(outcome.wrong for outcome in outcomes):
