@@ -32,7 +32,7 @@ from tests.support.commands import WAIT_S, RunningCommand, run_shoal, start_shoa
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 # Of a head that starts; Ray's 30 s were too short once.
-os.environ["RAY_gcs_server_port_wait_time_s"] = "120"
+os.environ.update(RAY_gcs_server_port_wait_time_s="120")
 cluster_utils = pytest.importorskip("ray.cluster_utils", reason="needs shoal[ray]")
 
 # Several of them wait for all workers to start, one after the other, on a busy machine too.
