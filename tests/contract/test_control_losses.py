@@ -38,13 +38,13 @@ async def test_a_device_that_stands_by_takes_the_stage_of_a_lost_one(fleet_model
     assert desk.serving() == {"p1": ["w2", "w1"]}
 
 
-def make_three(model: TinyModel, *, split: str = "") -> Desk:
-    """p1 is w0, w1 and w2, with one, one and two layers; nobody stands by."""
+def make_three(model: TinyModel, *, is_split: bool = False) -> Desk:
+    """p1 is w0, w1 and w2, with one, one and two layers; nobody stands by. is_split: as the operator wants it."""
     desk = make_desk(model, split="1,1,2", expect_workers=3)
     for name in ("w0", "w1", "w2"):
         desk.join(name)
     desk.bring_up("w0", "w1", "w2")
-    desk.control._planner.demand = replace(desk.control._planner.demand, split=(1, 1, 2) if split else None)
+    desk.control._planner.demand = replace(desk.control._planner.demand, split=(1, 1, 2) if is_split else None)
     return desk
 
 
@@ -74,7 +74,7 @@ async def test_a_cordoned_stage_keeps_what_it_has_and_takes_no_layers_of_a_lost_
 
 
 async def test_a_split_that_an_operator_wants_is_not_changed_by_a_loss(fleet_model: TinyModel) -> None:
-    desk = make_three(fleet_model, split="1,1,2")
+    desk = make_three(fleet_model, is_split=True)
 
     desk.lose("w1")
 

@@ -21,7 +21,7 @@ from shoal.types import DeviceMode, DeviceProfile, LayerRange, Objective, Pipeli
 from tests.support.builders import MIB, make_model, make_profile, make_workers
 
 MODEL = make_model()
-# Weights of all layers take 406 MiB, KV for the least context 23 MiB.
+# The model takes 286 MiB, KV for the least context 23 MiB.
 WHOLE = 1024 * MIB
 HALF = 250 * MIB
 THIRD = 200 * MIB
