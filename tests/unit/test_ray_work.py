@@ -80,3 +80,15 @@ async def test_a_helper_that_is_lost_is_replaced_and_its_part_may_be_asked_again
 
     assert failed.value.is_retryable
     assert len(started) == 2
+
+
+def test_where_there_is_no_ray_one_piece_of_advice_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**_: object) -> None:
+        raise ConnectionError("Could not find any running Ray instance. Please specify the one to connect to.\nMore")
+
+    monkeypatch.setattr(ray_cluster.ray, "init", init)
+
+    with pytest.raises(LaunchFailed) as failed:
+        ray_cluster._connect("auto")
+
+    assert failed.value.message == f"no Ray at 'auto': Could not find any running Ray instance; {ray_cluster.START_HINT}"
