@@ -91,4 +91,6 @@ def test_where_there_is_no_ray_one_piece_of_advice_is_given(monkeypatch: pytest.
     with pytest.raises(LaunchFailed) as failed:
         ray_cluster._connect("auto")
 
-    assert failed.value.message == f"no Ray at 'auto': Could not find any running Ray instance; {ray_cluster.START_HINT}"
+    assert (
+        failed.value.message == f"no Ray at 'auto': Could not find any running Ray instance; {ray_cluster.START_HINT}"
+    )
