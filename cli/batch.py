@@ -128,7 +128,7 @@ def _helpers(how: _How) -> Iterator[Ask | None]:
     from batch.asking import asking
 
     with needing_ray():
-        from launch.ray_cluster import Helpers
+        from launch.ray_cluster.work import Helpers
     make = partial(asking, how.server, how.defaults)
     with Helpers(how.ray_address, make, how.num_helpers) as helpers:
         yield helpers.do

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from cli.load_report import Files, check_files, finish
 from cli.on_ray import needing_ray
-from cli.terminal import following, note, waiting
+from cli.terminal import following, note
 from shoal.errors import ConfigError
 from shoal.types import QosClass
 
@@ -70,8 +70,8 @@ def run_and_report(settings: Settings, plan: Plan, slos: Slos) -> None:
     check_files(settings.files)
     _check_time(plan, settings.timeout_s)
     slos = _objectives(settings, slos)
-    outcome = _run_on_ray(settings, plan, slos) if settings.num_harnesses else asyncio.run(_run(settings, plan, slos))
-    finish(settings.files, outcome)
+    run = _run_on_ray if settings.num_harnesses else _run
+    finish(settings.files, asyncio.run(run(settings, plan, slos)))
 
 
 def ramp_and_report(settings: Settings, make_plan: Callable[[float], Plan], slos: Slos, ramping: Ramping) -> None:
@@ -91,16 +91,20 @@ def ramp_and_report(settings: Settings, make_plan: Callable[[float], Plan], slos
     finish(settings.files, ramp.best, ramp, ramping.good_share)
 
 
-def _run_on_ray(settings: Settings, plan: Plan, slos: Slos) -> Outcome:
+async def _run_on_ray(settings: Settings, plan: Plan, slos: Slos) -> Outcome:
     """Run a plan from several harnesses on a Ray cluster; what all of them saw is one report."""
-    from loadtest.parts import Part, merge, run_part, split
+    from loadtest.parts import Part, merge, run_part, split, together
 
     make_target = partial(_make_target, settings, _key())
     parts = [Part(part, make_target, dict(slos), settings.timeout_s) for part in split(plan, settings.num_harnesses)]
     with needing_ray():
-        from launch.ray_cluster import spread
-    with waiting(f"{plan.description}, from {len(parts)} harnesses on Ray"):
-        outcomes = spread(settings.ray_address, run_part, parts, START_LEAD_S)
+        from launch.ray_cluster.work import Hands
+
+    title = f"{plan.description}, from {len(parts)} harnesses on Ray"
+    with Hands(settings.ray_address, run_part, parts) as hands, _stopping() as stopping, _progress(title) as show:
+        outcomes = await hands.work(
+            START_LEAD_S, stopping, lambda seen: show(together(seen, num_planned=len(plan.requests)))
+        )
     return merge(plan, outcomes, _command())
 
 

@@ -157,5 +157,5 @@ def choice_of(on: On, address: str, ray_map: Path | None, autoscale: str, kv_tra
 def ray_dispatcher(address: RayAddress = THIS_MACHINE) -> None:
     """Place workers on the nodes of a Ray cluster as standard input says."""
     with needing_ray():
-        from launch.ray_cluster import run
+        from launch.ray_cluster.dispatcher import run
     raise typer.Exit(run(address))

@@ -174,8 +174,8 @@ def _each(tasks: Sequence[Task], options: SweepOptions) -> Generator[tuple[int, 
 
         return pool.each(work, tasks, options.jobs or pool.num_cores())
     with needing_ray():
-        from launch import ray_cluster
-    return ray_cluster.each(options.ray_address, work, tasks, options.num_on_ray)
+        from launch.ray_cluster.work import each
+    return each(options.ray_address, work, tasks, options.num_on_ray)
 
 
 def _far(num_done: int, num_cells: int, num_failed: int) -> str:

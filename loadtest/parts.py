@@ -11,9 +11,10 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 
 from loadtest.plan import Plan, PlannedRequest, Record, RunResult, Slo
-from loadtest.runner import Ending, Outcome, run
+from loadtest.runner import Ending, Outcome, Progress, Watch, run
 from loadtest.targets import Target
 from shoal.errors import ConfigError
 from shoal.types import QosClass
@@ -52,21 +53,43 @@ def split(plan: Plan, num_parts: int) -> tuple[Plan, ...]:
     return tuple(replace(plan, requests=tuple(requests)) for requests in parts if requests)
 
 
-def run_part(part: Part, start_at_s: float) -> Outcome:
-    """Run a part from a time of the wall clock on; where that has passed, it is late, and its latencies say so."""
-    return asyncio.run(_run_part(part, start_at_s))
+async def run_part(part: Part, start_at_s: float, show: Callable[[Progress], None], stopping: asyncio.Event) -> Outcome:
+    """Run a part from a time of the wall clock on; where that has passed, it is late, and its latencies say so.
 
-
-async def _run_part(part: Part, start_at_s: float) -> Outcome:
+    show: takes how far it is, a few times a second. stopping: ends it, with what there is.
+    """
     target = part.make_target()
     try:
         name = await target.describe()
         await asyncio.sleep(start_at_s - time.time())
         late_s = max(0.0, time.time() - start_at_s)
-        outcome = await run(part.plan, target, target_name=name, slos=part.slos, timeout_s=part.timeout_s)
+        outcome = await run(
+            part.plan,
+            target,
+            target_name=name,
+            slos=part.slos,
+            timeout_s=part.timeout_s,
+            stopping=stopping,
+            watch=Watch(on_progress=show),
+        )
     finally:
         await target.close()
     return Outcome(shifted(outcome.result, late_s), outcome.ending)
+
+
+def together(seen: Sequence[Progress], num_planned: int) -> Progress:
+    """How far a plan is of which several harnesses do parts. ttft_s: the median of what each has."""
+    ttfts_s = [progress.ttft_s for progress in seen if progress.ttft_s is not None]
+    return Progress(
+        elapsed_s=max((progress.elapsed_s for progress in seen), default=0.0),
+        num_planned=num_planned,
+        num_running=sum(progress.num_running for progress in seen),
+        num_ok=sum(progress.num_ok for progress in seen),
+        num_failed=sum(progress.num_failed for progress in seen),
+        num_tokens=sum(progress.num_tokens for progress in seen),
+        tokens_per_s=sum(progress.tokens_per_s for progress in seen),
+        ttft_s=median(ttfts_s) if ttfts_s else None,
+    )
 
 
 def shifted(result: RunResult, late_s: float) -> RunResult:

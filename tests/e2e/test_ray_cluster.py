@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,6 +188,7 @@ def nodes() -> Iterator[Nodes]:
 def running(nodes: Nodes, make_home: Callable[[], Path]) -> Iterator[Running]:
     home = make_home()
     (home / "map.toml").write_text(MAP)
+    (home / "short.toml").write_text(SHORT)
     names = []
     for name in ("phone", "tablet"):
         path = home / f"{name}.toml"
@@ -226,17 +229,30 @@ def test_an_answer_comes_from_them(running: Running) -> None:
 
 def test_load_from_several_harnesses_is_one_report(running: Running) -> None:
     home = running.fleet.config.home
-    workload = home / "short.toml"
-    workload.write_text(SHORT)
     done = run_shoal(
         "load", "server", f"--server={running.fleet.address}", "--ray=2", f"--ray-address={running.nodes.cluster.address}",
-        f"--workload={workload}", "--requests=4", "--rate=4", "--json=-", "--records", home=home,
+        f"--workload={home / 'short.toml'}", "--requests=4", "--rate=4", "--json=-", "--records", home=home,
     )  # fmt: skip
 
     report = json.loads(done.out)
     assert [record["number"] for record in report["records"]] == [0, 1, 2, 3]
     assert all(not record["error"] for record in report["records"])
     assert report["machine"].startswith("2 harnesses")
+
+
+def test_load_that_is_interrupted_is_a_report_of_what_there_is(running: Running) -> None:
+    home = running.fleet.config.home
+    with start_shoal(
+        "load", "server", f"--server={running.fleet.address}", "--ray=2", f"--ray-address={running.nodes.cluster.address}",
+        f"--workload={home / 'short.toml'}", "--requests=240", "--rate=2", "--json=-", "--records", home=home,
+    ) as load:  # fmt: skip
+        until(lambda: re.search(r"[1-9]\d* of 240 ended", load.err))
+        load.process.send_signal(signal.SIGINT)
+        report = json.loads(load.read_rest())
+
+    assert report["ending"] == "interrupted"
+    assert 0 < len(report["records"]) < 240
+    assert "stopping: the report has what there is" in load.err
 
 
 def test_a_sweep_finds_on_the_cluster_what_it_finds_here(running: Running) -> None:

@@ -79,7 +79,8 @@ def test_without_ray_whoever_needs_it_says_how_to_install_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "Hi"}\n')
-    monkeypatch.setitem(sys.modules, "launch.ray_cluster", None)
+    for name in ("dispatcher", "work"):
+        monkeypatch.setitem(sys.modules, f"launch.ray_cluster.{name}", None)
 
     ended = run(*command)
 

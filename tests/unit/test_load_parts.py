@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
@@ -9,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from loadtest.answers import Arrival, End, Event
-from loadtest.parts import Part, merge, run_part, shifted, split
+from loadtest.parts import Part, merge, run_part, shifted, split, together
 from loadtest.plan import PlannedRequest
-from loadtest.runner import Ending, Outcome
+from loadtest.runner import INTERRUPTED, Ending, Outcome, Progress
 from shoal.errors import ConfigError
 from tests.support.load_runs import SLOS, make_plan, make_record, make_result, planned
 
@@ -27,6 +28,18 @@ class QuickTarget:
         yield End("length", completion_tokens=request.max_tokens)
 
     async def close(self) -> None: ...
+
+
+class SlowTarget(QuickTarget):
+    """Answers with a first token, and then no more."""
+
+    async def ask(self, request: PlannedRequest) -> AsyncGenerator[Event, None]:
+        yield Arrival(1)
+        await asyncio.sleep(60.0)
+
+
+def do(part: Part, start_at_s: float) -> Outcome:
+    return asyncio.run(run_part(part, start_at_s, lambda _: None, asyncio.Event()))
 
 
 def numbers(requests: tuple[PlannedRequest, ...]) -> list[int]:
@@ -60,7 +73,7 @@ def test_what_parts_saw_is_one_run_of_the_plan() -> None:
     plan = make_plan(*(planned(number, due_s=0.0) for number in range(5)))
     start_at = time.time()
 
-    outcomes = [run_part(Part(part, QuickTarget, SLOS), start_at) for part in split(plan, 2)]
+    outcomes = [do(Part(part, QuickTarget, SLOS), start_at) for part in split(plan, 2)]
     merged = merge(plan, outcomes, "shoal load server --ray 2")
 
     assert numbers(tuple(record.request for record in merged.result.records)) == [0, 1, 2, 3, 4]
@@ -73,7 +86,7 @@ def test_what_parts_saw_is_one_run_of_the_plan() -> None:
 def test_a_harness_waits_until_all_are_to_begin() -> None:
     start_at = time.time() + 0.2
 
-    run_part(Part(make_plan(planned(0, due_s=0.0)), QuickTarget), start_at)
+    do(Part(make_plan(planned(0, due_s=0.0)), QuickTarget), start_at)
 
     assert time.time() >= start_at
 
@@ -95,7 +108,7 @@ def test_a_run_of_which_one_part_was_cut_off_was_cut_off() -> None:
 def test_a_harness_measures_from_the_time_at_which_all_were_to_begin() -> None:
     plan = make_plan(planned(0, due_s=0.0))
 
-    outcome = run_part(Part(plan, QuickTarget), time.time() - 5.0)
+    outcome = do(Part(plan, QuickTarget), time.time() - 5.0)
 
     (record,) = outcome.result.records
     assert record.due_s == 0.0
@@ -119,3 +132,27 @@ def test_a_turn_that_waited_for_the_one_before_does_not_wait_twice() -> None:
     (late,) = shifted(result, 0.5).records
 
     assert late.token_at_s[0] - late.due_s == pytest.approx(record.token_at_s[0] - record.due_s)
+
+
+async def test_a_part_that_is_stopped_gives_what_there_is() -> None:
+    stopping, seen = asyncio.Event(), list[Progress]()
+
+    def show(progress: Progress) -> None:
+        seen.append(progress)
+        stopping.set()
+
+    outcome = await run_part(Part(make_plan(planned(0, due_s=0.0)), SlowTarget), time.time(), show, stopping)
+
+    (record,) = outcome.result.records
+    assert outcome.ending is Ending.INTERRUPTED
+    assert (record.error, record.completion_tokens) == (INTERRUPTED, 1)
+    assert (seen[0].num_running, seen[0].num_tokens) == (1, 1)
+
+
+def test_how_far_several_harnesses_are_is_shown_as_one() -> None:
+    one = Progress(2.0, 4, num_running=1, num_ok=2, num_failed=1, num_tokens=30, tokens_per_s=10.0, ttft_s=0.25)
+    other = Progress(3.0, 3, num_running=2, num_ok=1, num_failed=0, num_tokens=12, tokens_per_s=5.0, ttft_s=0.5)
+    silent = Progress(0.0, 3, num_running=0, num_ok=0, num_failed=0, num_tokens=0, tokens_per_s=0.0, ttft_s=None)
+
+    assert together([one, other, silent], 10) == Progress(3.0, 10, 3, 3, 1, 42, 15.0, 0.375)
+    assert together([], 10) == Progress(0.0, 10, 0, 0, 0, 0, 0.0, None)

@@ -2,42 +2,48 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import os
+import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from shoal.errors import ConnectionFailed, InternalError, LaunchFailed
+from shoal.errors import ConfigError, ConnectionFailed, InternalError, LaunchFailed
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-ray_cluster: Any = pytest.importorskip("launch.ray_cluster", reason="needs shoal[ray]")
+pytest.importorskip("ray", reason="needs shoal[ray]")
+connection: Any = importlib.import_module("launch.ray_cluster.connection")
+work: Any = importlib.import_module("launch.ray_cluster.work")
 
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the cluster was told."""
     told: list[str] = []
-    monkeypatch.setattr(ray_cluster, "_connect", lambda address: told.append(f"connect {address}"))
-    monkeypatch.setattr(ray_cluster.ray, "shutdown", lambda: told.append("shutdown"))
+    monkeypatch.setattr(work, "connect", lambda address: told.append(f"connect {address}"))
+    monkeypatch.setattr(work.ray, "shutdown", lambda: told.append("shutdown"))
     return told
 
 
 def test_tasks_that_would_wait_for_a_processor_for_ever_are_refused_with_the_numbers(
     told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_cluster.ray, "cluster_resources", lambda: {"CPU": 2.0})
-    monkeypatch.setattr(ray_cluster.ray, "available_resources", lambda: {"CPU": 0.5})
+    monkeypatch.setattr(work.ray, "cluster_resources", lambda: {"CPU": 2.0})
+    monkeypatch.setattr(work.ray, "available_resources", lambda: {"CPU": 0.5})
 
     with pytest.raises(LaunchFailed, match=r"of the Ray cluster's 2 processors 0\.5 are free"):
-        list(ray_cluster.each("head:6379", len, ["part"], 2))
+        list(work.each("head:6379", len, ["part"], 2))
 
     assert told == ["connect head:6379", "shutdown"]
 
 
 def test_an_address_that_nobody_listens_at_is_refused_at_once() -> None:
     with pytest.raises(LaunchFailed, match="ray start --head"):
-        list(ray_cluster.each("127.0.0.1:1", len, ["part"], 2))
+        list(work.each("127.0.0.1:1", len, ["part"], 2))
 
 
 def helper_of(monkeypatch: pytest.MonkeyPatch, error: Exception) -> tuple[Any, list[object]]:
@@ -51,14 +57,98 @@ def helper_of(monkeypatch: pytest.MonkeyPatch, error: Exception) -> tuple[Any, l
         started.append(SimpleNamespace(do=SimpleNamespace(remote=fail)))
         return started[-1]
 
-    monkeypatch.setattr(ray_cluster.Helpers, "_start", start)
-    return ray_cluster.Helpers("head:6379", len, 1), started
+    monkeypatch.setattr(work.Helpers, "_start", start)
+    return work.Helpers("head:6379", len, 1), started
+
+
+class Hand:
+    """What Ray would have on some node: with the work done in place."""
+
+    def __init__(self) -> None:
+        hand = work._Hand()
+        for name in ("look", "stop", "work"):
+            setattr(self, name, SimpleNamespace(remote=getattr(hand, name)))
+
+
+@pytest.fixture
+def hands(told: list[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Make hands of a coroutine function and its parts."""
+    made = SimpleNamespace(remote=Hand)
+    monkeypatch.setattr(work.ray, "remote", lambda _: SimpleNamespace(options=lambda **_: made))
+    monkeypatch.setattr(work, "LOOK_S", 0.01)
+    return lambda do, parts: work.Hands("head:6379", do, parts)
+
+
+async def test_hands_begin_together_and_say_how_far_they_are(hands: Callable[..., Any], told: list[str]) -> None:
+    shown: list[list[str]] = []
+    begun: list[float] = []
+
+    async def do(part: str, start_at: float, show: Callable[[str], None], stopping: asyncio.Event) -> str:
+        begun.append(start_at)
+        show(f"half of {part}")
+        async with asyncio.timeout(30.0):
+            while ["half of one", "half of two"] not in shown:
+                await asyncio.sleep(0.01)
+        return part.upper()
+
+    with hands(do, ["one", "two"]) as made:
+        results = await made.work(1.0, asyncio.Event(), shown.append)
+
+    assert results == ["ONE", "TWO"]
+    assert begun[0] == begun[1] > time.time()
+    assert told == ["connect head:6379", "shutdown"]
+
+
+async def test_hands_that_are_told_to_stop_give_what_they_have(hands: Callable[..., Any]) -> None:
+    stopping = asyncio.Event()
+
+    async def do(part: str, start_at: float, show: Callable[[str], None], told: asyncio.Event) -> str:
+        show(part)
+        await told.wait()
+        return f"{part}, in part"
+
+    def stop_when_seen(seen: list[str]) -> None:
+        if len(seen) == 2:
+            stopping.set()
+
+    with hands(do, ["one", "two"]) as made:
+        assert await made.work(0.0, stopping, stop_when_seen) == ["one, in part", "two, in part"]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (work.RayTaskError("work", "Traceback", ConfigError("no such server")), ConfigError, "no such server"),
+        (work.RayTaskError("work", "Traceback\nKeyError: 'x'", KeyError("x")), LaunchFailed, "KeyError: 'x'"),
+        (work.ray.exceptions.RayActorError(), LaunchFailed, "Ray has lost a part of the work"),
+    ],
+)
+async def test_one_hand_that_fails_is_the_end_of_all(
+    hands: Callable[..., Any], error: Exception, kind: type[Exception], message: str
+) -> None:
+    async def do(part: str, *_: object) -> None:
+        if part == "bad":
+            raise error
+        await asyncio.sleep(60.0)
+
+    with hands(do, ["good", "bad"]) as made, pytest.raises(kind, match=message):
+        await made.work(0.0, asyncio.Event(), lambda _: None)
+
+
+async def test_hands_that_do_not_start_are_not_waited_for_for_ever(
+    hands: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "HANDS_UP_S", 0.01)
+    monkeypatch.setattr(work._Hand, "look", lambda _: asyncio.sleep(60.0))
+
+    with hands(len, ["part"]) as made, pytest.raises(LaunchFailed, match="not started all of 1 actors"):
+        await made.work(0.0, asyncio.Event(), lambda _: None)
 
 
 async def test_a_fault_of_the_work_itself_is_not_taken_for_a_lost_helper(
     told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fault = ray_cluster.RayTaskError("do", "Traceback ...\nTypeError: no such thing", TypeError("no such thing"))
+    fault = work.RayTaskError("do", "Traceback ...\nTypeError: no such thing", TypeError("no such thing"))
     made, started = helper_of(monkeypatch, fault)
 
     with (
@@ -73,7 +163,7 @@ async def test_a_fault_of_the_work_itself_is_not_taken_for_a_lost_helper(
 async def test_a_helper_that_is_lost_is_replaced_and_its_part_may_be_asked_again(
     told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, started = helper_of(monkeypatch, ray_cluster.RayActorError())
+    made, started = helper_of(monkeypatch, work.ray.exceptions.RayActorError())
 
     with made as helpers, pytest.raises(ConnectionFailed, match="Ray has lost a helper") as failed:
         await helpers.do("part")
@@ -86,11 +176,9 @@ def test_where_there_is_no_ray_one_piece_of_advice_is_given(monkeypatch: pytest.
     def init(**_: object) -> None:
         raise ConnectionError("Could not find any running Ray instance. Please specify the one to connect to.\nMore")
 
-    monkeypatch.setattr(ray_cluster.ray, "init", init)
+    monkeypatch.setattr(work.ray, "init", init)
 
     with pytest.raises(LaunchFailed) as failed:
-        ray_cluster._connect("auto")
+        connection.connect("auto")
 
-    assert (
-        failed.value.message == f"no Ray at 'auto': Could not find any running Ray instance; {ray_cluster.START_HINT}"
-    )
+    assert failed.value.message == f"no Ray at 'auto': Could not find any running Ray instance; {connection.START_HINT}"

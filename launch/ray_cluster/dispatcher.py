@@ -1,55 +1,34 @@
 """Places workers on the nodes of a Ray cluster: an actor each, which keeps one worker process running there.
 
-The only importer of ray, hence also what spreads other work over a cluster. For a fleet it runs as a process of its own
-(`ray_fleet` starts it), because Ray ends processes that have lost its head. Workers are detached from all this and meet the
-orchestrator by gRPC: no token passes here, and none waits for it.
+Workers are detached from all this and meet the orchestrator by gRPC: no token passes here, and none waits for it.
 """
 
 from __future__ import annotations
 
-import logging
-import os
 import signal
-import socket
 import time
-from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Self, TypeVar
-
-# Ray reads both when it is imported. A fleet reports to nobody.
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-# This process has nothing to lose: without a head it ends, and the next one tries again.
-os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
+from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from launch.backoff import Backoff
 from launch.detached import Keeper, Tended, WorkerOrder
+from launch.ray_cluster.connection import connect, first_line
 from launch.ray_nodes import NodeWish
 from launch.ray_orders import News, Orders, Wish, order_for, parse
 from shoal.client import Client
-from shoal.errors import ConnectionFailed, InternalError, LaunchFailed, ShoalError
+from shoal.errors import ShoalError
 
-START_HINT = "start one with `ray start --head`, or give the address of its head, HOST:PORT"
-CONNECT_S = 5.0
 POLL_S = 0.25
 # A node that is free takes an actor within seconds; what takes longer has nowhere to go.
 PATIENCE_S = 8.0
 STATUS_TIMEOUT_S = 1.0
 STOP_S = 8.0
-# For actors on nodes that have run nothing yet.
-HANDS_UP_S = 60.0
-# Of one helper: as many as anybody asks for.
-AT_ONCE = 4096
-# Of nodes that die under a task.
-TASK_RETRIES = 3
 # Of a node's id: enough to find it in Ray's lists.
 NODE_CHARS = 8
-
-
-Part = TypeVar("Part")
-Result = TypeVar("Result")
 
 
 class Supervisor:
@@ -177,7 +156,7 @@ class Dispatcher:
             placed.actor, placed.pid = None, 0
             self._is_first = False
             placed.due_at = placed.backoff.ended(self._clock())
-            self._say(worker_id, 0, "", f"has lost its supervisor, and gets another: {_first_line(error)}")
+            self._say(worker_id, 0, "", f"has lost its supervisor, and gets another: {first_line(error)}")
             return
         if tended.pid and not placed.pid:
             placed.backoff.began(self._clock())
@@ -197,7 +176,7 @@ class Dispatcher:
         try:
             ray.get(placed.actor.stop.remote(timeout_s), timeout=timeout_s + 2.0)
         except (RayActorError, GetTimeoutError) as error:
-            self._say(placed.order.worker_id, 0, "", f"could not be told to end: {_first_line(error)}")
+            self._say(placed.order.worker_id, 0, "", f"could not be told to end: {first_line(error)}")
         ray.kill(placed.actor)
 
     def stop(self) -> None:
@@ -216,7 +195,7 @@ class Dispatcher:
 def run(address: str) -> int:
     """Be the dispatcher of the cluster at an address until standard input ends; returns the exit code."""
     news = News()
-    _connect(address)
+    connect(address)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     dispatcher = Dispatcher(news.say, attached_workers)
     news.write({"connected": ray.get_runtime_context().gcs_address})
@@ -234,169 +213,6 @@ def run(address: str) -> int:
     return 0
 
 
-def spread(address: str, work: Callable[[Part, float], Result], parts: Sequence[Part], lead_s: float) -> list[Result]:
-    """Have an actor do each part of some work, on as many nodes as there are, all from one time on: lead_s after all are up.
-
-    work: a function of an importable module; gets its part and that time, by the wall clock. Raises LaunchFailed.
-    """
-    _connect(address)
-    try:
-        actor_class = ray.remote(_Hand).options(num_cpus=0, scheduling_strategy="SPREAD", max_restarts=0)
-        hands: list[Any] = [actor_class.remote() for _ in parts]
-        ray.get([hand.is_up.remote() for hand in hands], timeout=HANDS_UP_S)
-        start_at = time.time() + lead_s
-        doing = [hand.work.remote(work, part, start_at) for hand, part in zip(hands, parts, strict=True)]
-        results: list[Result] = ray.get(doing)
-        return results
-    except RayTaskError as error:
-        raise error.cause if isinstance(error.cause, ShoalError) else LaunchFailed(_first_line(error)) from error
-    except (RayError, GetTimeoutError) as error:
-        raise LaunchFailed(f"Ray has lost a part of the work: {_first_line(error)}") from error
-    finally:
-        ray.shutdown()
-
-
-def each(
-    address: str, work: Callable[[Part], Result], parts: Sequence[Part], num_at_once: int
-) -> Generator[tuple[int, Result | LaunchFailed]]:
-    """Do each part of some work as a task, on as many nodes as there are; yield its place and its result as they come.
-
-    LaunchFailed is the result of a part whose work raised something; one whose node was lost is done again. work: a function
-    of an importable module. Raises LaunchFailed where there is no cluster, or no processor is free. Ends what is under way
-    when it is closed.
-    """
-    _connect(address)
-    left, under_way = iter(enumerate(parts)), dict[Any, int]()
-    try:
-        _check_free()
-        task = ray.remote(work).options(num_cpus=1, scheduling_strategy="SPREAD", max_retries=TASK_RETRIES)
-        while True:
-            while len(under_way) < num_at_once and (following := next(left, None)) is not None:
-                index, part = following
-                under_way[task.remote(part)] = index
-            if not under_way:
-                return
-            for doing in ray.wait(list(under_way))[0]:
-                yield under_way.pop(doing), _done(doing)
-    finally:
-        for doing in under_way:
-            ray.cancel(doing, force=True)
-        ray.shutdown()
-
-
-def _check_free() -> None:
-    """Raise LaunchFailed if a task would wait: for ever, as far as can be told."""
-    there, free = (
-        resources.get("CPU", 0.0)
-        for resources in (ray.cluster_resources(), ray.available_resources())  # type: ignore[no-untyped-call]
-    )
-    if free < 1.0:
-        raise LaunchFailed(
-            f"of the Ray cluster's {there:g} processors {free:g} are free, and each part of the work takes one: add a node, "
-            "or wait until others have ended"
-        )
-
-
-def _done(doing: Any) -> Any:
-    try:
-        return ray.get(doing)
-    except RayError as error:
-        return LaunchFailed(f"Ray has not done it: {_last_line(error) or _first_line(error)}")
-
-
-class Helpers(Generic[Part, Result]):
-    """So many actors that all do the same, each many parts at once; within the block.
-
-    make: of an importable module; gives, where the actor is, the coroutine function that does a part. What an actor did when
-    it was lost is not done, and another one takes its place.
-    """
-
-    def __init__(self, address: str, make: Callable[[], Callable[[Part], Awaitable[Result]]], number: int) -> None:
-        self._address = address
-        self._make = make
-        self._number = number
-        self._actors: list[Any] = []
-        self._num_doing = [0] * number
-
-    def __enter__(self) -> Self:
-        """Raise LaunchFailed where there is no cluster."""
-        _connect(self._address)
-        self._actors = [self._start() for _ in range(self._number)]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        ray.shutdown()
-
-    def _start(self) -> Any:
-        options = {"num_cpus": 0, "scheduling_strategy": "SPREAD", "max_restarts": 0, "max_concurrency": AT_ONCE}
-        return ray.remote(_Helper).options(**options).remote(self._make)
-
-    async def do(self, part: Part) -> Result:
-        """Have a part done by who has least to do.
-
-        Raises the ShoalError that doing it raises, InternalError for any other, ConnectionFailed if the actor is lost.
-        """
-        place = min(range(self._number), key=self._num_doing.__getitem__)
-        actor = self._actors[place]
-        self._num_doing[place] += 1
-        try:
-            result: Result | ShoalError = await actor.do.remote(part)
-        except RayTaskError as error:
-            raise InternalError(f"a helper has not done its part: {_last_line(error)}") from error
-        except RayError as error:
-            if self._actors[place] is actor:
-                self._actors[place] = self._start()
-            raise ConnectionFailed(f"Ray has lost a helper: {_first_line(error)}") from error
-        finally:
-            self._num_doing[place] -= 1
-        if isinstance(result, ShoalError):
-            raise result
-        return result
-
-
-class _Helper:
-    """An actor with an event loop."""
-
-    def __init__(self, make: Callable[[], Callable[[Any], Awaitable[Any]]]) -> None:
-        self._do = make()
-
-    async def do(self, part: Any) -> Any:
-        try:
-            return await self._do(part)
-        except ShoalError as error:
-            return error
-
-
-class _Hand:
-    """An actor that does what it is given."""
-
-    def is_up(self) -> bool:
-        return True
-
-    def work(self, work: Callable[[Any, float], Any], part: Any, start_at: float) -> Any:
-        return work(part, start_at)
-
-
-def _connect(address: str) -> None:
-    """Be a driver of the cluster at an address. Raises LaunchFailed."""
-    _check_reachable(address)
-    try:
-        ray.init(address=address, namespace="shoal", log_to_driver=False, logging_level=logging.WARNING)
-    except (ConnectionError, ValueError, RuntimeError, RayError) as error:
-        raise LaunchFailed(f"no Ray at {address!r}: {_first_sentence(error)}; {START_HINT}") from error
-
-
-def _check_reachable(address: str) -> None:
-    """Raise LaunchFailed if nobody listens at HOST:PORT; Ray would try for minutes."""
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if not (colon and port.isdigit()):
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
-    except (OSError, OverflowError) as error:
-        raise LaunchFailed(f"no Ray at {address}: {error}; {START_HINT}") from None
-
-
 def attached_workers(address: str) -> frozenset[str] | None:
     """Ask an orchestrator."""
     try:
@@ -408,17 +224,3 @@ def attached_workers(address: str) -> frozenset[str] | None:
 
 def _node_ip() -> str:
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-
-
-def _last_line(error: Exception) -> str:
-    """What was raised, of a traceback of the other side."""
-    return str(error).strip().rpartition("\n")[2]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-
-def _first_sentence(error: Exception) -> str:
-    """Without the advice that Ray adds."""
-    return _first_line(error).partition(". ")[0].removesuffix(".")

@@ -1,0 +1,231 @@
+"""Work of commands that is spread over a Ray cluster: a part for each of several actors, a task for each of many parts, or
+actors that all take from the same parts.
+
+Knows nothing of what is done. Called by the command line; `pool` does the same on this machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
+from contextlib import suppress
+from typing import Any, Generic, Self, TypeVar
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from launch.ray_cluster.connection import connect, first_line, last_line
+from shoal.errors import ConnectionFailed, InternalError, LaunchFailed, ShoalError
+
+# For actors on nodes that have run nothing yet.
+HANDS_UP_S = 60.0
+# Between two looks at how far they are.
+LOOK_S = 0.25
+# Of one helper: as many as anybody asks for.
+AT_ONCE = 4096
+# Of nodes that die under a task.
+TASK_RETRIES = 3
+
+Part = TypeVar("Part")
+Result = TypeVar("Result")
+Seen = TypeVar("Seen")
+
+
+class Hands(Generic[Part, Result, Seen]):
+    """An actor for each part of some work, on as many nodes as there are, all of which begin together; within the block.
+
+    do: a coroutine function of an importable module; gets its part, the time to begin by the wall clock, what takes how far
+    it is, and an event that tells it to end with what it has.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        do: Callable[[Part, float, Callable[[Seen], None], asyncio.Event], Awaitable[Result]],
+        parts: Sequence[Part],
+    ) -> None:
+        self._address = address
+        self._do = do
+        self._parts = parts
+        self._hands: list[Any] = []
+
+    def __enter__(self) -> Self:
+        """Raise LaunchFailed where there is no cluster."""
+        connect(self._address)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        ray.shutdown()
+
+    async def work(self, lead_s: float, stopping: asyncio.Event, show: Callable[[list[Seen]], None]) -> list[Result]:
+        """Begin lead_s after all are up, and return all results; show takes, now and then, how far those are that say so.
+
+        Raises the ShoalError that a part raises, LaunchFailed for any other fault.
+        """
+        options = {"num_cpus": 0, "scheduling_strategy": "SPREAD", "max_restarts": 0}
+        try:
+            self._hands = [ray.remote(_Hand).options(**options).remote() for _ in self._parts]
+            await asyncio.wait_for(_all(hand.look.remote() for hand in self._hands), HANDS_UP_S)
+            start_at = time.time() + lead_s
+            pairs = zip(self._hands, self._parts, strict=True)
+            doing = asyncio.ensure_future(_all(hand.work.remote(self._do, part, start_at) for hand, part in pairs))
+            # Who is lost cannot be looked at; what came of it is said by what it does.
+            with suppress(RayError):
+                await self._watch(doing, stopping, show)
+            return await doing
+        except RayTaskError as error:
+            raise error.cause if isinstance(error.cause, ShoalError) else LaunchFailed(last_line(error)) from error
+        except TimeoutError:
+            raise LaunchFailed(
+                f"Ray has not started all of {len(self._parts)} actors within {HANDS_UP_S:g} s"
+            ) from None
+        except RayError as error:
+            raise LaunchFailed(f"Ray has lost a part of the work: {first_line(error)}") from error
+
+    async def _watch(
+        self, doing: asyncio.Future[Any], stopping: asyncio.Event, show: Callable[[list[Seen]], None]
+    ) -> None:
+        is_told = False
+        while not doing.done():
+            if stopping.is_set() and not is_told:
+                is_told = True
+                await _all(hand.stop.remote() for hand in self._hands)
+            seen = await _all(hand.look.remote() for hand in self._hands)
+            show([one for one in seen if one is not None])
+            await asyncio.wait({doing}, timeout=LOOK_S)
+
+
+async def _all(waiting: Iterable[Awaitable[Any]]) -> list[Any]:
+    return await asyncio.gather(*waiting)
+
+
+class _Hand:
+    """An actor that does what it is given."""
+
+    def __init__(self) -> None:
+        self._seen: Any = None
+        self._stopping = asyncio.Event()
+
+    async def look(self) -> Any:
+        return self._seen
+
+    async def stop(self) -> None:
+        self._stopping.set()
+
+    async def work(self, do: Callable[..., Awaitable[Any]], part: Any, start_at: float) -> Any:
+        return await do(part, start_at, self._see, self._stopping)
+
+    def _see(self, seen: Any) -> None:
+        self._seen = seen
+
+
+def each(
+    address: str, work: Callable[[Part], Result], parts: Sequence[Part], num_at_once: int
+) -> Generator[tuple[int, Result | LaunchFailed]]:
+    """Do each part of some work as a task, on as many nodes as there are; yield its place and its result as they come.
+
+    LaunchFailed is the result of a part whose work raised something; one whose node was lost is done again. work: a function
+    of an importable module. Raises LaunchFailed where there is no cluster, or no processor is free. Ends what is under way
+    when it is closed.
+    """
+    connect(address)
+    left, under_way = iter(enumerate(parts)), dict[Any, int]()
+    try:
+        _check_free()
+        task = ray.remote(work).options(num_cpus=1, scheduling_strategy="SPREAD", max_retries=TASK_RETRIES)
+        while True:
+            while len(under_way) < num_at_once and (following := next(left, None)) is not None:
+                index, part = following
+                under_way[task.remote(part)] = index
+            if not under_way:
+                return
+            for doing in ray.wait(list(under_way))[0]:
+                yield under_way.pop(doing), _done(doing)
+    finally:
+        for doing in under_way:
+            ray.cancel(doing, force=True)
+        ray.shutdown()
+
+
+def _check_free() -> None:
+    """Raise LaunchFailed if a task would wait: for ever, as far as can be told."""
+    there, free = (
+        resources.get("CPU", 0.0)
+        for resources in (ray.cluster_resources(), ray.available_resources())  # type: ignore[no-untyped-call]
+    )
+    if free < 1.0:
+        raise LaunchFailed(
+            f"of the Ray cluster's {there:g} processors {free:g} are free, and each part of the work takes one: add a node, "
+            "or wait until others have ended"
+        )
+
+
+def _done(doing: Any) -> Any:
+    try:
+        return ray.get(doing)
+    except RayError as error:
+        return LaunchFailed(f"Ray has not done it: {last_line(error) or first_line(error)}")
+
+
+class Helpers(Generic[Part, Result]):
+    """So many actors that all do the same, each many parts at once; within the block.
+
+    make: of an importable module; gives, where the actor is, the coroutine function that does a part. What an actor did when
+    it was lost is not done, and another one takes its place.
+    """
+
+    def __init__(self, address: str, make: Callable[[], Callable[[Part], Awaitable[Result]]], number: int) -> None:
+        self._address = address
+        self._make = make
+        self._number = number
+        self._actors: list[Any] = []
+        self._num_doing = [0] * number
+
+    def __enter__(self) -> Self:
+        """Raise LaunchFailed where there is no cluster."""
+        connect(self._address)
+        self._actors = [self._start() for _ in range(self._number)]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        ray.shutdown()
+
+    def _start(self) -> Any:
+        options = {"num_cpus": 0, "scheduling_strategy": "SPREAD", "max_restarts": 0, "max_concurrency": AT_ONCE}
+        return ray.remote(_Helper).options(**options).remote(self._make)
+
+    async def do(self, part: Part) -> Result:
+        """Have a part done by who has least to do.
+
+        Raises the ShoalError that doing it raises, InternalError for any other, ConnectionFailed if the actor is lost.
+        """
+        place = min(range(self._number), key=self._num_doing.__getitem__)
+        actor = self._actors[place]
+        self._num_doing[place] += 1
+        try:
+            result: Result | ShoalError = await actor.do.remote(part)
+        except RayTaskError as error:
+            raise InternalError(f"a helper has not done its part: {last_line(error)}") from error
+        except RayError as error:
+            if self._actors[place] is actor:
+                self._actors[place] = self._start()
+            raise ConnectionFailed(f"Ray has lost a helper: {first_line(error)}") from error
+        finally:
+            self._num_doing[place] -= 1
+        if isinstance(result, ShoalError):
+            raise result
+        return result
+
+
+class _Helper:
+    """An actor with an event loop."""
+
+    def __init__(self, make: Callable[[], Callable[[Any], Awaitable[Any]]]) -> None:
+        self._do = make()
+
+    async def do(self, part: Any) -> Any:
+        try:
+            return await self._do(part)
+        except ShoalError as error:
+            return error
