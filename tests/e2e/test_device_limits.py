@@ -74,8 +74,9 @@ def test_a_stream_slows_down_to_the_pace_of_a_device_that_has_warmed_up(start_fl
         device = device_of(fleet.address, home)
         stream.cancel()
 
-    assert median(cool) < 0.5 / STEPS_PER_S
     assert median(warm) > 0.9 / STEPS_PER_S
+    # However busy this machine is: without a limit it is far from 4 steps a second.
+    assert median(cool) < 0.5 * median(warm)
     assert (device["thermal_state"], device["steps_per_s"], device["max_batch"]) == ("moderate", STEPS_PER_S, 6)
     assert str(device["thermal_cause"]).endswith(" C")
     telemetry = device["telemetry"]
