@@ -1,4 +1,4 @@
-"""Parses JSON that others wrote: one object, no key twice, no number out of the range of what follows.
+"""Parses JSON that others wrote: one object, no key twice, no number out of the range of what follows, no half characters.
 
 Knows nothing of what the objects mean. Called by the readers of Hugging Face files.
 """
@@ -6,6 +6,7 @@ Knows nothing of what the objects mean. Called by the readers of Hugging Face fi
 from __future__ import annotations
 
 import json
+import re
 import stat
 from collections import Counter
 from pathlib import Path
@@ -15,6 +16,8 @@ from shoal.errors import BadModelFile
 
 # More than a 64-bit number has: tokenizers state 10^30 for "no limit". What a number is used for bounds it further.
 MAX_DIGITS = 40
+# May be half of a pair, or alone, which no text can be: Python takes both.
+_HALF_A_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def parse_object(text: bytes, what: str) -> dict[str, Any]:
@@ -39,7 +42,17 @@ def parse_object(text: bytes, what: str) -> dict[str, Any]:
         raise BadModelFile(f"{what} is no JSON ({str(error)[:100]}): get the file again") from error
     if not isinstance(content, dict):
         raise BadModelFile(f"{what} is no JSON object: get the file again")
+    if _HALF_A_CHARACTER.search(text) and not _is_text(content):
+        raise BadModelFile(f"{what} holds half a character (a lone surrogate): get the file again")
     return content
+
+
+def _is_text(content: dict[str, Any]) -> bool:
+    try:
+        json.dumps(content, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def read_bytes(path: Path, max_bytes: int) -> bytes:

@@ -111,6 +111,8 @@ def test_bytes_are_views_on_the_file_and_outlive_the_release_of_its_memory(path:
         (b'{"a": {"dtype": "F32", "dtype": "F16"}}', 0, "key dtype is given twice"),
         (b'{"a": NaN}', 0, "has NaN where a number should be"),
         (b'{"a": [1' + b"0" * 400 + b"]}", 0, "has 10000.* where a number should be"),
+        (b'{"a \\ud800": 1}', 0, "the header of model.safetensors holds half a character"),
+        (b'{"a": ["\\uDC00\\uD800"]}', 0, "holds half a character"),
         (b"[" * 100_000, 0, "is no JSON"),
         (b"\xff\xfe", 0, "is no JSON"),
         (b"", 0, "is no JSON"),
