@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from cli.load_report import Files, check_files, finish
 from cli.on_ray import needing_ray
 from cli.terminal import following, note
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, LaunchFailed
 from shoal.types import QosClass
 
 if TYPE_CHECKING:
@@ -102,10 +102,16 @@ async def _run_on_ray(settings: Settings, plan: Plan, slos: Slos) -> Outcome:
 
     title = f"{plan.description}, from {len(parts)} harnesses on Ray"
     with Hands(settings.ray_address, run_part, parts) as hands, _stopping() as stopping, _progress(title) as show:
-        outcomes = await hands.work(
+        results = await hands.work(
             START_LEAD_S, stopping, lambda seen: show(together(seen, num_planned=len(plan.requests)))
         )
-    return merge(plan, outcomes, _command())
+    lost = [result for result in results if isinstance(result, LaunchFailed)]
+    seen = [result for result in results if not isinstance(result, LaunchFailed)]
+    for error in lost:
+        note(f"a harness is lost, with what it saw: {error.message}")
+    if not seen:
+        raise lost[0]
+    return merge(plan, seen, _command(), num_lost=len(lost))
 
 
 async def _run(settings: Settings, plan: Plan, slos: Slos) -> Outcome:

@@ -20,7 +20,7 @@ from shoal.errors import ConfigError
 from shoal.types import QosClass
 
 # The end that says most of a run of which some parts ended in one way and some in another.
-_WORST_FIRST = (Ending.INTERRUPTED, Ending.TIMEOUT, Ending.COMPLETE)
+_WORST_FIRST = (Ending.LOST, Ending.INTERRUPTED, Ending.TIMEOUT, Ending.COMPLETE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +113,11 @@ def _shifted(record: Record, late_s: float) -> Record:
     )
 
 
-def merge(plan: Plan, outcomes: Sequence[Outcome], command: str = "") -> Outcome:
-    """One run of the plan, of what the harnesses of its parts saw. cpu_share: of the busiest."""
+def merge(plan: Plan, outcomes: Sequence[Outcome], command: str = "", *, num_lost: int = 0) -> Outcome:
+    """One run of the plan, of what the harnesses of its parts saw; num_lost: those of whom it is not known.
+
+    cpu_share: of the busiest.
+    """
     results = [outcome.result for outcome in outcomes]
     records = [record for result in results for record in result.records]
     machines = sorted({result.machine for result in results})
@@ -129,5 +132,5 @@ def merge(plan: Plan, outcomes: Sequence[Outcome], command: str = "") -> Outcome
         machine=f"{len(results)} harnesses on {'; '.join(machines)}",
         command=command,
     )
-    endings = {outcome.ending for outcome in outcomes}
+    endings = {outcome.ending for outcome in outcomes} | ({Ending.LOST} if num_lost else set())
     return Outcome(merged, next(ending for ending in _WORST_FIRST if ending in endings))

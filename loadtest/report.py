@@ -34,6 +34,11 @@ NEEDS_MATPLOTLIB = f"a page has pictures by matplotlib, which is not there; {INS
 FORMAT = "shoal-load-report"
 # Rises whenever a field changes its meaning or goes; new fields alone do not raise it.
 FORMAT_VERSION = 2
+_HOW_IT_ENDED = {
+    Ending.INTERRUPTED: "ended before it was interrupted",
+    Ending.TIMEOUT: "ended before its time was up",
+    Ending.LOST: "are known to have ended, for a harness was lost with what it saw",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +92,11 @@ def _shortfalls(report: Report) -> list[str]:
         return ["No rate held its objectives; the figures are of the last one, which was cut short when that was sure."]
     if report.outcome.ending is Ending.COMPLETE:
         return []
-    why = "it was interrupted" if report.outcome.ending is Ending.INTERRUPTED else "its time was up"
     num_planned = len(report.result.plan.requests)
     num_ended = sum(record.error not in (RUN_TIMEOUT, INTERRUPTED) for record in report.result.records)
-    return [f"This is a part of what was planned: {num_ended} of {num_planned} requests ended before {why}."]
+    return [
+        f"This is a part of what was planned: {num_ended} of {num_planned} requests {_HOW_IT_ENDED[report.outcome.ending]}."
+    ]
 
 
 def _few_requests(ramp: Ramp) -> str:

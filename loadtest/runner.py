@@ -40,6 +40,8 @@ class Ending(Enum):
     COMPLETE = "complete"
     TIMEOUT = "timeout"
     INTERRUPTED = "interrupted"
+    # Of several harnesses one, with what it saw; the others went on.
+    LOST = "lost"
 
 
 _REASONS = {Ending.TIMEOUT: RUN_TIMEOUT, Ending.INTERRUPTED: INTERRUPTED}

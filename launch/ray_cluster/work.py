@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
-from contextlib import suppress
 from typing import Any, Generic, Self, TypeVar
 
 import ray
@@ -48,7 +47,6 @@ class Hands(Generic[Part, Result, Seen]):
         self._address = address
         self._do = do
         self._parts = parts
-        self._hands: list[Any] = []
 
     def __enter__(self) -> Self:
         """Raise LaunchFailed where there is no cluster."""
@@ -58,46 +56,55 @@ class Hands(Generic[Part, Result, Seen]):
     def __exit__(self, *_: object) -> None:
         ray.shutdown()
 
-    async def work(self, lead_s: float, stopping: asyncio.Event, show: Callable[[list[Seen]], None]) -> list[Result]:
+    async def work(
+        self, lead_s: float, stopping: asyncio.Event, show: Callable[[list[Seen]], None]
+    ) -> list[Result | LaunchFailed]:
         """Begin lead_s after all are up, and return all results; show takes, now and then, how far those are that say so.
 
-        Raises the ShoalError that a part raises, LaunchFailed for any other fault.
+        LaunchFailed is the result of a part that was lost with its actor. Raises the ShoalError that a part raises, and
+        LaunchFailed for any other fault of one, or if not all actors start.
         """
         options = {"num_cpus": 0, "scheduling_strategy": "SPREAD", "max_restarts": 0}
+        hands: list[Any] = [ray.remote(_Hand).options(**options).remote() for _ in self._parts]
         try:
-            self._hands = [ray.remote(_Hand).options(**options).remote() for _ in self._parts]
-            await asyncio.wait_for(_all(hand.look.remote() for hand in self._hands), HANDS_UP_S)
-            start_at = time.time() + lead_s
-            pairs = zip(self._hands, self._parts, strict=True)
-            doing = asyncio.ensure_future(_all(hand.work.remote(self._do, part, start_at) for hand, part in pairs))
-            # Who is lost cannot be looked at; what came of it is said by what it does.
-            with suppress(RayError):
-                await self._watch(doing, stopping, show)
-            return await doing
-        except RayTaskError as error:
-            raise error.cause if isinstance(error.cause, ShoalError) else LaunchFailed(last_line(error)) from error
+            await asyncio.wait_for(asyncio.gather(*(hand.look.remote() for hand in hands)), HANDS_UP_S)
         except TimeoutError:
-            raise LaunchFailed(
-                f"Ray has not started all of {len(self._parts)} actors within {HANDS_UP_S:g} s"
-            ) from None
+            raise LaunchFailed(f"Ray has not started all of {len(hands)} actors within {HANDS_UP_S:g} s") from None
         except RayError as error:
-            raise LaunchFailed(f"Ray has lost a part of the work: {first_line(error)}") from error
-
-    async def _watch(
-        self, doing: asyncio.Future[Any], stopping: asyncio.Event, show: Callable[[list[Seen]], None]
-    ) -> None:
+            raise LaunchFailed(f"Ray has not started all of {len(hands)} actors: {first_line(error)}") from error
+        start_at = time.time() + lead_s
+        pairs = zip(hands, self._parts, strict=True)
+        doing = asyncio.gather(*(_result(hand.work.remote(self._do, part, start_at)) for hand, part in pairs))
         is_told = False
         while not doing.done():
             if stopping.is_set() and not is_told:
                 is_told = True
-                await _all(hand.stop.remote() for hand in self._hands)
-            seen = await _all(hand.look.remote() for hand in self._hands)
-            show([one for one in seen if one is not None])
+                await _ask_all(hand.stop for hand in hands)
+            show([seen for seen in await _ask_all(hand.look for hand in hands) if seen is not None])
             await asyncio.wait({doing}, timeout=LOOK_S)
+        return await doing
 
 
-async def _all(waiting: Iterable[Awaitable[Any]]) -> list[Any]:
-    return await asyncio.gather(*waiting)
+async def _result(doing: Awaitable[Result]) -> Result | LaunchFailed:
+    try:
+        return await doing
+    except RayTaskError as error:
+        raise error.cause if isinstance(error.cause, ShoalError) else LaunchFailed(last_line(error)) from error
+    except RayError as error:
+        return LaunchFailed(f"Ray has lost a part of the work: {first_line(error)}")
+
+
+async def _ask_all(methods: Iterable[Any]) -> list[Any]:
+    """Call a method of each actor."""
+    return await asyncio.gather(*map(_ask, methods))
+
+
+async def _ask(method: Any) -> Any:
+    """None is the answer of an actor that is lost."""
+    try:
+        return await method.remote()
+    except RayError:
+        return None
 
 
 class _Hand:

@@ -105,6 +105,12 @@ def test_a_run_of_which_one_part_was_cut_off_was_cut_off() -> None:
     assert merge(result.plan, outcomes).ending is Ending.TIMEOUT
 
 
+def test_a_run_of_which_one_part_was_lost_is_known_in_part_whatever_else_ended_it() -> None:
+    result = make_result(make_record(0))
+
+    assert merge(result.plan, [Outcome(result, Ending.INTERRUPTED)], num_lost=1).ending is Ending.LOST
+
+
 def test_a_harness_measures_from_the_time_at_which_all_were_to_begin() -> None:
     plan = make_plan(planned(0, due_s=0.0))
 

@@ -128,14 +128,19 @@ def test_a_ramp_is_in_the_json_with_every_rate_that_was_tried() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ending", "why"), [(Ending.INTERRUPTED, "it was interrupted"), (Ending.TIMEOUT, "its time was up")]
+    ("ending", "how"),
+    [
+        (Ending.INTERRUPTED, "ended before it was interrupted"),
+        (Ending.TIMEOUT, "ended before its time was up"),
+        (Ending.LOST, "are known to have ended, for a harness was lost with what it saw"),
+    ],
 )
-def test_a_part_of_a_run_is_marked_as_one(ending: Ending, why: str) -> None:
+def test_a_part_of_a_run_is_marked_as_one(ending: Ending, how: str) -> None:
     cut_off = make_record(1, error="INTERRUPTED" if ending is Ending.INTERRUPTED else "RUN_TIMEOUT")
 
     said = warnings(report_on(make_record(0), cut_off, ending=ending))
 
-    assert said[0] == f"This is a part of what was planned: 1 of 2 requests ended before {why}."
+    assert said[0] == f"This is a part of what was planned: 1 of 2 requests {how}."
 
 
 def test_a_complete_run_with_many_answers_needs_no_warning() -> None:

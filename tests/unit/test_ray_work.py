@@ -120,7 +120,6 @@ async def test_hands_that_are_told_to_stop_give_what_they_have(hands: Callable[.
     [
         (work.RayTaskError("work", "Traceback", ConfigError("no such server")), ConfigError, "no such server"),
         (work.RayTaskError("work", "Traceback\nKeyError: 'x'", KeyError("x")), LaunchFailed, "KeyError: 'x'"),
-        (work.ray.exceptions.RayActorError(), LaunchFailed, "Ray has lost a part of the work"),
     ],
 )
 async def test_one_hand_that_fails_is_the_end_of_all(
@@ -133,6 +132,30 @@ async def test_one_hand_that_fails_is_the_end_of_all(
 
     with hands(do, ["good", "bad"]) as made, pytest.raises(kind, match=message):
         await made.work(0.0, asyncio.Event(), lambda _: None)
+
+
+async def test_a_hand_that_is_lost_costs_its_part_alone(hands: Callable[..., Any]) -> None:
+    async def do(part: str, start_at: float, show: Callable[[str], None], told: asyncio.Event) -> str:
+        if part == "bad":
+            raise work.ray.exceptions.RayActorError
+        show(part)
+        await told.wait()
+        return part
+
+    stopping, shown = asyncio.Event(), list[list[str]]()
+
+    def show(seen: list[str]) -> None:
+        shown.append(seen)
+        if len(shown) > 3:
+            stopping.set()
+
+    with hands(do, ["good", "bad"]) as made:
+        good, bad = await made.work(0.0, stopping, show)
+
+    assert good == "good"
+    assert isinstance(bad, LaunchFailed)
+    assert "Ray has lost a part of the work" in bad.message
+    assert shown[-1] == ["good"]
 
 
 async def test_hands_that_do_not_start_are_not_waited_for_for_ever(
