@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from typing import Any, Generic, Self, TypeVar
 
 import ray
@@ -21,6 +21,8 @@ from shoal.errors import ConnectionFailed, InternalError, LaunchFailed, ShoalErr
 HANDS_UP_S = 60.0
 # Between two looks at how far they are.
 LOOK_S = 0.25
+# For those that are told to end; one on a node that is frozen never does.
+STOP_S = 10.0
 # Of one helper: as many as anybody asks for.
 AT_ONCE = 4096
 # Of nodes that die under a task.
@@ -61,8 +63,8 @@ class Hands(Generic[Part, Result, Seen]):
     ) -> list[Result | LaunchFailed]:
         """Begin lead_s after all are up, and return all results; show takes, now and then, how far those are that say so.
 
-        LaunchFailed is the result of a part that was lost with its actor. Raises the ShoalError that a part raises, and
-        LaunchFailed for any other fault of one, or if not all actors start.
+        LaunchFailed is the result of a part that was lost with its actor, or that STOP_S after all were told to stop had not
+        ended. Raises the ShoalError that a part raises, and LaunchFailed for any other fault of one, or if not all start.
         """
         options = {"num_cpus": 0, "scheduling_strategy": "SPREAD", "max_restarts": 0}
         hands: list[Any] = [ray.remote(_Hand).options(**options).remote() for _ in self._parts]
@@ -74,15 +76,52 @@ class Hands(Generic[Part, Result, Seen]):
             raise LaunchFailed(f"Ray has not started all of {len(hands)} actors: {first_line(error)}") from error
         start_at = time.time() + lead_s
         pairs = zip(hands, self._parts, strict=True)
-        doing = asyncio.gather(*(_result(hand.work.remote(self._do, part, start_at)) for hand, part in pairs))
-        is_told = False
-        while not doing.done():
-            if stopping.is_set() and not is_told:
-                is_told = True
-                await _ask_all(hand.stop for hand in hands)
-            show([seen for seen in await _ask_all(hand.look for hand in hands) if seen is not None])
-            await asyncio.wait({doing}, timeout=LOOK_S)
-        return await doing
+        doing = [asyncio.ensure_future(_result(hand.work.remote(self._do, part, start_at))) for hand, part in pairs]
+        tasks = [
+            asyncio.create_task(waiting)
+            for waiting in (_watch(hands, show), _first_failed(doing), _end(hands, stopping))
+        ]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if tasks[0].done():
+                # It has failed.
+                await tasks[0]
+            late = LaunchFailed(f"a part of the work did not end within {STOP_S:g} s after it was told to")
+            return [part.result() if part.done() else late for part in doing]
+        finally:
+            for task in (*tasks, *doing):
+                task.cancel()
+            await asyncio.gather(*tasks, *doing, return_exceptions=True)
+
+
+async def _first_failed(doing: Sequence[asyncio.Future[Any]]) -> None:
+    """Wait for the end of all, or of the first that fails."""
+    await asyncio.wait(doing, return_when=asyncio.FIRST_EXCEPTION)
+
+
+async def _watch(hands: Sequence[Any], show: Callable[[list[Any]], None]) -> None:
+    """Show, again and again, how far those are that answer in time: one may be lost, or its node frozen."""
+    while True:
+        looking = [asyncio.ensure_future(_look(hand)) for hand in hands]
+        await asyncio.wait(looking, timeout=LOOK_S)
+        show([seen.result() for seen in looking if seen.done() and seen.result() is not None])
+        await asyncio.sleep(LOOK_S)
+
+
+async def _look(hand: Any) -> Any:
+    """None is what a lost one has seen."""
+    try:
+        return await hand.look.remote()
+    except RayError:
+        return None
+
+
+async def _end(hands: Sequence[Any], stopping: asyncio.Event) -> None:
+    """Once they are to stop: tell them, and give them time for it."""
+    await stopping.wait()
+    for hand in hands:
+        hand.stop.remote()
+    await asyncio.sleep(STOP_S)
 
 
 async def _result(doing: Awaitable[Result]) -> Result | LaunchFailed:
@@ -92,19 +131,6 @@ async def _result(doing: Awaitable[Result]) -> Result | LaunchFailed:
         raise error.cause if isinstance(error.cause, ShoalError) else LaunchFailed(last_line(error)) from error
     except RayError as error:
         return LaunchFailed(f"Ray has lost a part of the work: {first_line(error)}")
-
-
-async def _ask_all(methods: Iterable[Any]) -> list[Any]:
-    """Call a method of each actor."""
-    return await asyncio.gather(*map(_ask, methods))
-
-
-async def _ask(method: Any) -> Any:
-    """None is the answer of an actor that is lost."""
-    try:
-        return await method.remote()
-    except RayError:
-        return None
 
 
 class _Hand:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
 import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
 from cli.load_run import _command, _describe
 from loadtest import report as reports
 from loadtest.runner import Progress
-from shoal.errors import ConfigError, Overloaded
+from shoal.errors import ConfigError, LaunchFailed, Overloaded
 from shoal.v1 import types_pb2
 from tests.support.commands import start_shoal
 from tests.support.fake_server import ENDLESS, HELLO, FakeServer
@@ -424,3 +427,58 @@ def test_a_mooncake_trace_that_is_no_text_is_told_in_one_line(run: Run, tmp_path
     (tmp_path / "x").write_bytes(b"\xff\xfe")
 
     assert "is not UTF-8" in run("convert-mooncake", str(tmp_path / "x"), str(tmp_path / "y")).err
+
+
+# From several harnesses
+
+
+class HandsHere:
+    """Harnesses of this process, of which some are lost with what they saw."""
+
+    lost: frozenset[int] = frozenset()
+
+    def __init__(self, address: str, do: Callable[..., Awaitable[Any]], parts: Sequence[Any]) -> None:
+        self._do = do
+        self._parts = parts
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    async def work(self, lead_s: float, stopping: asyncio.Event, show: Callable[..., None]) -> list[Any]:
+        seen = [await self._do(part, time.time(), lambda _: None, stopping) for part in self._parts]
+        return [LaunchFailed("gone") if at in self.lost else outcome for at, outcome in enumerate(seen)]
+
+
+@pytest.fixture
+def hands(monkeypatch: pytest.MonkeyPatch) -> type[HandsHere]:
+    pytest.importorskip("ray", reason="needs shoal[ray]")
+    monkeypatch.setattr("launch.ray_cluster.work.Hands", HandsHere)
+    monkeypatch.setattr(HandsHere, "lost", frozenset())
+    return HandsHere
+
+
+ON_RAY = ("server", "--ray", "2", "--requests", "4", "--rate", "100", "--json", "-", "--records")
+
+
+@pytest.mark.parametrize(("lost", "ending", "count"), [((), "complete", 4), ((1,), "lost", 2)])
+def test_of_a_run_from_several_harnesses_is_reported_what_those_saw_who_are_left(
+    run: Run, server: FakeServer, hands: type[HandsHere], lost: Sequence[int], ending: str, count: int
+) -> None:
+    hands.lost = frozenset(lost)
+    outcome = run(*ON_RAY, "--server", server.address)
+
+    report = json.loads(outcome.out)
+    assert (outcome.code, report["ending"], len(report["records"])) == (0, ending, count)
+    assert outcome.err.count("a harness is lost, with what it saw: gone") == len(lost)
+
+
+def test_a_run_that_is_lost_with_all_its_harnesses_is_an_error(
+    run: Run, server: FakeServer, hands: type[HandsHere]
+) -> None:
+    hands.lost = frozenset((0, 1))
+    outcome = run(*ON_RAY, "--server", server.address)
+
+    assert (outcome.code, outcome.out) == (1, "")
+    assert "error: gone" in outcome.err

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
+import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,7 +69,12 @@ class Hand:
     def __init__(self) -> None:
         hand = work._Hand()
         for name in ("look", "stop", "work"):
-            setattr(self, name, SimpleNamespace(remote=getattr(hand, name)))
+            setattr(self, name, SimpleNamespace(remote=partial(self._begin, getattr(hand, name))))
+
+    @staticmethod
+    def _begin(method: Callable[..., Any], *args: object) -> asyncio.Task[Any]:
+        """As Ray does it, whether anybody awaits it or not."""
+        return asyncio.create_task(method(*args))
 
 
 @pytest.fixture
@@ -92,7 +99,7 @@ async def test_hands_begin_together_and_say_how_far_they_are(hands: Callable[...
         return part.upper()
 
     with hands(do, ["one", "two"]) as made:
-        results = await made.work(1.0, asyncio.Event(), shown.append)
+        results = await made.work(1000.0, asyncio.Event(), shown.append)
 
     assert results == ["ONE", "TWO"]
     assert begun[0] == begun[1] > time.time()
@@ -134,11 +141,13 @@ async def test_one_hand_that_fails_is_the_end_of_all(
         await made.work(0.0, asyncio.Event(), lambda _: None)
 
 
-async def test_a_hand_that_is_lost_costs_its_part_alone(hands: Callable[..., Any]) -> None:
+async def test_a_hand_that_is_lost_costs_its_part_alone(
+    hands: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def do(part: str, start_at: float, show: Callable[[str], None], told: asyncio.Event) -> str:
+        show(part)
         if part == "bad":
             raise work.ray.exceptions.RayActorError
-        show(part)
         await told.wait()
         return part
 
@@ -149,6 +158,12 @@ async def test_a_hand_that_is_lost_costs_its_part_alone(hands: Callable[..., Any
         if len(shown) > 3:
             stopping.set()
 
+    async def look(hand: Any) -> str:
+        if hand._seen == "bad":
+            raise work.ray.exceptions.RayActorError
+        return str(hand._seen)
+
+    monkeypatch.setattr(work._Hand, "look", look)
     with hands(do, ["good", "bad"]) as made:
         good, bad = await made.work(0.0, stopping, show)
 
@@ -156,6 +171,48 @@ async def test_a_hand_that_is_lost_costs_its_part_alone(hands: Callable[..., Any
     assert isinstance(bad, LaunchFailed)
     assert "Ray has lost a part of the work" in bad.message
     assert shown[-1] == ["good"]
+
+
+async def test_a_hand_that_is_frozen_keeps_neither_the_others_nor_the_end(
+    hands: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def do(part: str, start_at: float, show: Callable[[str], None], told: asyncio.Event) -> str:
+        show(part)
+        await (asyncio.sleep(3600.0) if part == "frozen" else told.wait())
+        return part
+
+    async def look(hand: Any) -> Any:
+        if hand._seen == "frozen":
+            await asyncio.sleep(3600.0)
+        return hand._seen
+
+    stopping = asyncio.Event()
+    monkeypatch.setattr(work._Hand, "look", look)
+    monkeypatch.setattr(work, "STOP_S", 0.05)
+    with hands(do, ["frozen", "good"]) as made:
+        frozen, good = await made.work(0.0, stopping, lambda seen: stopping.set() if seen == ["good"] else None)
+
+    assert good == "good"
+    assert isinstance(frozen, LaunchFailed)
+    assert "did not end within 0.05 s" in frozen.message
+
+
+async def test_what_shows_how_far_they_are_may_fail_and_is_not_silenced(hands: Callable[..., Any]) -> None:
+    async def do(part: str, *_: object) -> None:
+        await asyncio.sleep(3600.0)
+
+    with hands(do, ["part"]) as made, pytest.raises(ZeroDivisionError):
+        await made.work(0.0, asyncio.Event(), lambda seen: 1 / 0)
+
+
+def test_the_end_of_a_process_is_its_own_affair_again_once_ray_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work.ray, "init", lambda **_: signal.signal(signal.SIGTERM, signal.SIG_IGN))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        connection.connect("auto")
+        assert signal.getsignal(signal.SIGTERM) is before
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 async def test_hands_that_do_not_start_are_not_waited_for_for_ever(
